@@ -1,0 +1,1 @@
+"""envs: terminal environments, sandboxes and tasks. Knows nothing of JAX."""

@@ -1,1 +1,19 @@
+"""Credit assignment: who gets how much of the reward, as composable pure functions."""
 
+from jaxagent.credit.base import Credit, assign, chain, clip
+from jaxagent.credit.group import group_relative, group_stats, leave_one_out
+from jaxagent.credit.rewards import drop_flat_groups, has_signal, kl_in_reward, overlong_penalty
+
+__all__ = [
+    "Credit",
+    "assign",
+    "chain",
+    "clip",
+    "drop_flat_groups",
+    "group_relative",
+    "group_stats",
+    "has_signal",
+    "kl_in_reward",
+    "leave_one_out",
+    "overlong_penalty",
+]

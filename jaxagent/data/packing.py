@@ -1,7 +1,7 @@
 """Packs episodes into rows of static shape."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,7 +99,7 @@ def pack(
     if rows is None:
         rows = round_up(used, rows_multiple)
     elif used > rows:
-        raise ValueError(f"the episodes fill {used} rows of {length} tokens: rows={rows} is too few")
+        raise ValueError(f"the episodes fill {used} rows of {length} tokens, more than rows={rows}")
 
     turns = max((_num_turns(e) for e, m in zip(episodes, masked, strict=True) if not m), default=0)
     if max_turns is None:
@@ -140,7 +140,7 @@ def _fill_rows(
     rows: int,
     length: int,
     padding_id: int,
-) -> dict[str, NDArray[np.generic]]:
+) -> dict[str, Any]:
     """All [R,T] fields, by one scatter each."""
     sizes = np.asarray([len(c) for c in contexts], np.int64)
     total = int(sizes.sum())
@@ -155,7 +155,7 @@ def _fill_rows(
     segment[order] = np.arange(len(contexts)) - first[at_row[order]] + 1
 
     def scatter(values: NDArray[np.generic], fill: int, dtype: type) -> NDArray[np.generic]:
-        out = np.full(rows * length, fill, dtype)
+        out: NDArray[np.generic] = np.full(rows * length, fill, dtype)
         out[where] = values
         return out.reshape(rows, length)
 
@@ -190,7 +190,7 @@ def _fill_episodes(
     num_episodes: int,
     max_turns: int,
     penalty: float,
-) -> dict[str, NDArray[np.generic]]:
+) -> dict[str, Any]:
     rewards = np.zeros(num_episodes, np.float32)
     valid = np.zeros(num_episodes, np.bool_)
     truncated = np.zeros(num_episodes, np.bool_)

@@ -1,0 +1,206 @@
+"""Losses as plain functions over one batch, and how they add up to an objective.
+
+A loss never sees the model. It gets ``outputs``, what the one forward pass yielded
+(``outputs["logprobs"]`` [R,T], ...), and the whole batch of the update, also when the
+forward pass itself is cut into micro-batches or spread over devices. So its numerator and
+denominator are always those of the global batch, and it may sum over episodes and groups.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxagent.data.batch import Batch, episode_sum, per_token
+
+Outputs = Mapping[str, jax.Array]
+# A metric is a scalar, or a (numerator, denominator) pair.
+Metrics = Mapping[str, Any]
+LossFn = Callable[[Outputs, Batch], tuple[jax.Array, jax.Array, Metrics]]
+Weight = float | Callable[[jax.Array], jax.Array]
+Aggregate = Literal["token", "episode", "episode_sum", "constant"]
+
+AGGREGATES = ("token", "episode", "episode_sum", "constant")
+MAX_LOG_RATIO = 20.0
+
+
+class Loss(NamedTuple):
+    """A loss and what it must be given.
+
+    ``needs``: outputs of the forward pass (``"logprobs"``, ``"entropy"``, ...).
+    ``scores``: names that must be in ``batch.scores``.
+    ``fn(outputs, batch) -> (numerator, denominator, metrics)``: the term's value is
+    numerator / denominator, and 0 where the denominator is 0.
+    ``token_local``: the gradient with respect to the outputs of one row does not depend on
+    the outputs of another row (true of any sum over tokens, false of losses that square
+    or exponentiate a sum over an episode). It spares micro-batched updates one forward
+    pass; False is always right.
+    """
+
+    needs: frozenset[str]
+    scores: frozenset[str]
+    fn: LossFn
+    token_local: bool = False
+
+
+@dataclass(frozen=True)
+class Term:
+    name: str
+    weight: Weight
+    loss: Loss
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A weighted sum of losses over one forward pass; build it with :func:`combine`."""
+
+    terms: tuple[Term, ...]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset().union(*(term.loss.needs for term in self.terms))
+
+    @property
+    def scores(self) -> frozenset[str]:
+        return frozenset().union(*(term.loss.scores for term in self.terms))
+
+    @property
+    def token_local(self) -> bool:
+        return all(term.loss.token_local for term in self.terms)
+
+    def require(self, *, outputs: frozenset[str], scores: frozenset[str] | None = None) -> None:
+        """Raises ValueError naming the term whose input will be missing."""
+        for term in self.terms:
+            for kind, needed, given in (
+                ("output", term.loss.needs, outputs),
+                ("score", term.loss.scores, scores),
+            ):
+                if given is not None and not needed <= given:
+                    missing = ", ".join(sorted(needed - given))
+                    raise ValueError(
+                        f"term {term.name!r} needs the {kind} {missing!s}, which this update is "
+                        f"not given (it has: {', '.join(sorted(given)) or 'none'})"
+                    )
+
+    def __call__(
+        self, outputs: Outputs, batch: Batch, step: jax.Array | int = 0
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss and its metrics, both of the whole batch.
+
+        Metrics are named ``<term>/<metric>``; ``<term>/loss`` is the term before its weight.
+        """
+        total = jnp.zeros((), jnp.float32)
+        metrics: dict[str, jax.Array] = {}
+        for term in self.terms:
+            numerator, denominator, found = term.loss.fn(outputs, batch)
+            value = ratio(numerator, denominator)
+            metrics[f"{term.name}/loss"] = value
+            for name, metric in found.items():
+                metrics[f"{term.name}/{name}"] = (
+                    ratio(*metric) if isinstance(metric, tuple) else jnp.asarray(metric)
+                )
+            weight = term.weight
+            if callable(weight):
+                total = total + weight(jnp.asarray(step)) * value
+            elif weight != 0.0:  # a weight of 0 only logs: not even a NaN gets through
+                total = total + weight * value
+        metrics["loss"] = total
+        return total, jax.lax.stop_gradient(metrics)
+
+
+def combine(**terms: tuple[Weight, Loss | LossFn]) -> Objective:
+    """``combine(policy=(1.0, loss), world=(0.05, other))``: one objective, one forward pass.
+
+    A weight is a number or a schedule ``step -> weight``. A plain function
+    ``(outputs, batch) -> (numerator, denominator, metrics)`` is a loss that needs
+    ``outputs["logprobs"]`` and no scores. Raises TypeError or ValueError on anything else.
+    """
+    if not terms:
+        raise ValueError("combine needs at least one term, e.g. policy=(1.0, loss)")
+    found = []
+    for name, term in terms.items():
+        if not isinstance(term, tuple) or isinstance(term, Loss) or len(term) != 2:
+            raise TypeError(f"term {name!r} must be a pair (weight, loss), got {term!r}")
+        weight, loss = term
+        if not callable(weight) and not (isinstance(weight, int | float) and weight == weight):
+            raise TypeError(f"the weight of term {name!r} must be a number or a schedule")
+        if not isinstance(loss, Loss):
+            if not callable(loss):
+                raise TypeError(f"term {name!r} must hold a Loss or a function, got {loss!r}")
+            loss = Loss(frozenset({"logprobs"}), frozenset(), loss)
+        found.append(Term(name, weight if callable(weight) else float(weight), loss))
+    return Objective(tuple(found))
+
+
+def ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """numerator / denominator; 0 (value and gradient) where the denominator is not positive."""
+    denominator = jnp.asarray(denominator)
+    some = denominator > 0
+    return jnp.where(some, numerator, 0.0) / jnp.where(some, denominator, 1)
+
+
+def select(mask: jax.Array, values: jax.Array) -> jax.Array:
+    """``values`` where ``mask``, else 0. Before any exp or log, so that what a masked
+    position holds (-inf too) reaches neither the value nor the gradient."""
+    return jnp.where(mask, values, 0.0)
+
+
+def clamp_log_ratio(values: jax.Array) -> jax.Array:
+    """Clamps to +-20, where exp still is finite and its gradient is stopped."""
+    return jnp.clip(values, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def check_aggregate(
+    aggregate: str, constant: float | None = None, episode_mean: bool | None = None
+) -> None:
+    """Raises ValueError unless the three make sense together (see :func:`aggregate_tokens`)."""
+    if aggregate not in AGGREGATES:
+        raise ValueError(f"aggregate must be one of {', '.join(AGGREGATES)}; got {aggregate!r}")
+    if aggregate == "constant":
+        if constant is None or not constant > 0:
+            raise ValueError("aggregate='constant' needs constant=... above 0 (a length)")
+        if episode_mean is None:
+            raise ValueError(
+                "aggregate='constant' needs episode_mean=True (divide by the number of episodes "
+                "too, as Dr. GRPO does) or episode_mean=False"
+            )
+    elif constant is not None or episode_mean is not None:
+        raise ValueError(
+            f"constant and episode_mean only go with aggregate='constant', not {aggregate!r}"
+        )
+
+
+def aggregate_tokens(
+    values: jax.Array,
+    mask: jax.Array,
+    batch: Batch,
+    aggregate: Aggregate = "token",
+    constant: float | None = None,
+    episode_mean: bool | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(numerator, denominator) of ``values`` [R,T] over ``mask`` [R,T].
+
+    - ``"token"``: sum over all tokens / their number (DAPO; verl's token-mean);
+    - ``"episode"``: mean over episodes of the episode's token mean (GRPO);
+    - ``"episode_sum"``: mean over episodes of the episode's token sum;
+    - ``"constant"``: sum over all tokens / ``constant``, and with ``episode_mean`` also
+      divided by the number of episodes (Dr. GRPO).
+
+    Episodes with no token in the mask count in no denominator.
+    """
+    values = select(mask, values)
+    total = jnp.sum(values)
+    if aggregate == "token":
+        return total, jnp.sum(mask)
+    counts = episode_sum(batch, mask.astype(values.dtype))
+    episodes = jnp.sum(counts > 0)
+    if aggregate == "episode":
+        return jnp.sum(values / per_token(batch, jnp.maximum(counts, 1)).clip(1)), episodes
+    if aggregate == "episode_sum":
+        return total, episodes
+    assert constant is not None
+    if episode_mean:
+        return total / constant, episodes
+    return total, jnp.asarray(constant, values.dtype)

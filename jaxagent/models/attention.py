@@ -51,11 +51,6 @@ def packed_mask(segment_ids: jax.Array) -> jax.Array:
     return causal & same & (segment_ids > 0)[:, :, None]
 
 
-def cached_mask(positions: jax.Array, max_len: int) -> jax.Array:
-    """Return ``[B, T, max_len]`` bool: a query sees cache entries up to its own position."""
-    return jnp.arange(max_len) <= positions[:, :, None]
-
-
 def attention(
     q: jax.Array,
     k: jax.Array,

@@ -6,18 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxagent.models import cache as kv_cache
-from jaxagent.models.attention import (
-    apply_rope,
-    attention,
-    cached_mask,
-    packed_mask,
-    rope_tables,
-)
+from jaxagent.models import decoding
+from jaxagent.models.attention import attention, packed_mask, rope_tables
 from jaxagent.models.cache import Cache
 from jaxagent.models.config import ModelConfig
+from jaxagent.models.layers import Params, decoder_layer, rms_norm
 
-Params = dict[str, Any]
+__all__ = ["Params", "forward", "init", "param_shapes", "rms_norm", "unembedding"]
 
 
 def param_shapes(config: ModelConfig) -> Params:
@@ -78,13 +73,6 @@ def unembedding(params: Params, config: ModelConfig) -> jax.Array:
     return params["embed"].T if config.tie_embeddings else params["unembed"]
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Normalise the last axis in float32 and return x's dtype."""
-    x32 = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * inverse * scale).astype(x.dtype)
-
-
 def forward(
     params: Params,
     config: ModelConfig,
@@ -100,24 +88,27 @@ def forward(
     ``[B, T, D]`` in the compute dtype, and the cache.
 
     Without a cache a token attends to the earlier tokens of its own segment in its row. With
-    one, row b is slot b of the cache: the new keys and values are written at ``positions``
-    and a token attends to everything its slot holds up to its own position.
+    one, row b continues slot b: its positions must count up from what the slot holds,
+    padding last, and a token attends to everything in its slot up to its own position.
     """
-    dtype = jnp.dtype(config.compute_dtype)
-    x = params["embed"][tokens].astype(dtype)
+    if cache is not None:
+        starts, counts = positions[:, 0], (segment_ids > 0).sum(1)
+        slots = jnp.arange(tokens.shape[0])
+        packed = decoding.pack(params, config)
+        return decoding.extend(packed, config, cache, tokens, slots, starts, counts)
+    x = params["embed"][tokens].astype(jnp.dtype(config.compute_dtype))
     rope = rope_tables(config, positions)
-    mask = packed_mask(segment_ids) if cache is None else cached_mask(positions, cache.k.shape[3])
+    mask = packed_mask(segment_ids)
 
-    def layer(x: jax.Array, inputs: tuple[Params, Cache | None]) -> tuple[jax.Array, Any]:
-        weights, layer_cache = inputs
-        attended, layer_cache = _attend(
-            weights, config, x, rope, mask, positions, segment_ids, layer_cache
-        )
-        x = x + attended
-        return x + _mlp(weights, config, x), layer_cache
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        return attention(q, keys, values, mask, config.attention), None
 
-    x, new_cache = jax.lax.scan(_remat(layer, config), x, (params["layers"], cache))
-    return rms_norm(x, params["final_norm"], config.norm_eps), new_cache
+    def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+        return decoder_layer(weights, config, x, rope, attend)
+
+    x, _ = jax.lax.scan(_remat(layer, config), x, params["layers"])
+    return rms_norm(x, params["final_norm"], config.norm_eps), None
 
 
 def _remat(layer: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
@@ -130,47 +121,3 @@ def _remat(layer: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]
             policy = jax.checkpoint_policies.nothing_saveable
     # Inside scan the barrier against common-subexpression elimination is not needed.
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)
-
-
-def _dense(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    out = x @ weight.astype(x.dtype)
-    return out if bias is None else out + bias.astype(x.dtype)
-
-
-def _attend(
-    weights: Params,
-    config: ModelConfig,
-    x: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    mask: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array,
-    layer_cache: Cache | None,
-) -> tuple[jax.Array, Cache | None]:
-    batch, length, _ = x.shape
-    h = rms_norm(x, weights["attn_norm"], config.norm_eps)
-    q, k, v = (
-        _dense(h, weights[name], weights.get(f"{name}_bias")).reshape(
-            batch, length, -1, config.head_dim
-        )
-        for name in ("q", "k", "v")
-    )
-    if config.qk_norm:
-        q = rms_norm(q, weights["q_norm"], config.norm_eps)
-        k = rms_norm(k, weights["k_norm"], config.norm_eps)
-    q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-    if layer_cache is None:
-        keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    else:
-        keys = kv_cache.write(layer_cache.k, k, positions, segment_ids)
-        values = kv_cache.write(layer_cache.v, v, positions, segment_ids)
-        layer_cache = Cache(keys, values)
-    out = attention(q, keys, values, mask, config.attention)
-    return _dense(out.reshape(batch, length, config.query_size), weights["o"]), layer_cache
-
-
-def _mlp(weights: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    h = rms_norm(x, weights["mlp_norm"], config.norm_eps)
-    return _dense(
-        jax.nn.silu(_dense(h, weights["gate"])) * _dense(h, weights["up"]), weights["down"]
-    )

@@ -88,3 +88,47 @@ def adamw(
     steps.append(optax.scale_by_learning_rate(schedule))
     chained = optax.chain(*steps)
     return Optimizer(chained.init, chained.update, schedule)
+
+
+def muon(
+    learning_rate: float | optax.Schedule,
+    *,
+    adam_learning_rate: float | optax.Schedule,
+    beta: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    weight_decay: float = 0.0,
+    max_grad_norm: float | None = 1.0,
+) -> Optimizer:
+    """Muon for the layers' matrices, Adam for embeddings, norms and biases.
+
+    Small models trained from scratch need about half the tokens that AdamW needs. From
+    ``optax.contrib.muon`` (Jordan et al., 2024, github.com/KellerJordan/Muon); each layer
+    of a stacked matrix is orthogonalised on its own. ``learning_rate`` is Muon's.
+    """
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be above 0 (or None), got {max_grad_norm}")
+    per_layer = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+
+    def dimensions(params: Any) -> Any:
+        def one(path: Any, matrix: bool) -> optax.contrib.MuonDimensionNumbers | None:
+            inside = any(getattr(key, "key", None) == "layers" for key in path)
+            return per_layer if matrix and inside else None
+
+        return jax.tree_util.tree_map_with_path(one, decay_mask(params))
+
+    schedule = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
+    chained = optax.chain(
+        optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm),
+        optax.contrib.muon(
+            schedule,
+            beta=beta,
+            adam_b1=b1,
+            adam_b2=b2,
+            weight_decay=weight_decay,
+            adam_learning_rate=adam_learning_rate,
+            muon_weight_dimension_numbers=dimensions,
+            mu_dtype=jnp.float32,
+        ),
+    )
+    return Optimizer(chained.init, chained.update, schedule)

@@ -22,12 +22,16 @@ texts() {{
 answer() {{
   regular "$1" || exit 1
   want=$2; set -f; set -- $(head -c 4096 "$1"); set +f
-  [ "$*" = "$want" ] || exit 1
+  got=$*
+  [ "${{got#./}}" = "$want" ] || exit 1
 }}
 dirs() {{ for path; do [ -d "$path" ] && [ ! -L "$path" ] || exit 1; done; }}
 gone() {{ for path; do [ ! -e "$path" ] && [ ! -L "$path" ] || exit 1; done; }}
 listing() {{ dirs "$1"; [ "$(ls -A "$1" | head -c 65536)" = "$2" ] || exit 1; }}
-mode() {{ want=$1; shift; for path; do [ -n "$(find "$path" -prune -perm "$want")" ] || exit 1; done; }}
+mode() {{
+  want=$1; shift
+  for path; do [ -n "$(find "$path" -prune -perm "$want" 2>/dev/null)" ] || exit 1; done
+}}
 link() {{ [ -L "$1" ] && [ "$1" -ef "$2" ] || exit 1; }}
 same() {{ [ "$(eval "$1" 2>/dev/null | head -c 65536)" = "$2" ] || exit 1; }}
 """
@@ -49,7 +53,7 @@ def texts(files: Mapping[str, str]) -> str:
 
 
 def answer(path: str, value: object) -> str:
-    """A regular file with this answer; white space around and between words is forgiven."""
+    """A regular file with this answer; white space around words and a leading ./ are forgiven."""
     return f"answer {_words((path, ' '.join(str(value).split())))}"
 
 
@@ -69,7 +73,7 @@ def listing(directory: str, names: Iterable[str]) -> str:
 
 
 def mode(bits: str, *paths: str) -> str:
-    """Each path has exactly these octal permissions."""
+    """Each path has exactly these octal permissions, or at least these after a ``-``."""
     return f"mode {_words((bits, *paths))}"
 
 

@@ -17,12 +17,13 @@ T = TypeVar("T")
 _CONSONANTS = "bcdfghjklmnprstvwz"
 _VOWELS = "aeiou"
 # Words with a meaning to the shell or to a reader of the instruction.
-_RESERVED = frozenset(
+_RESERVED_TEXT = (
     "cat cut sed tar dir log bin var lib dev run doc set let get put man vim pip zip job pid tag"
     " map max min sum not row rev tac sub tab top num bit sep hex red rot fag nig jap cum tit tits"
     " time date make move name node line file copy size mode code note same save done none more"
-    " nice nohup locale nano sudo rename delete remove number value table column".split()
+    " nice nohup locale nano sudo rename delete remove number value table column"
 )
+_RESERVED = frozenset(_RESERVED_TEXT.split())
 
 
 def split_of_word(word: str) -> Split:

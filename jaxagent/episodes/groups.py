@@ -2,8 +2,8 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -47,46 +47,11 @@ def episode_seed(run_seed: int, index: int, rollout: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
 
 
-TruncationMode = Literal["score", "mask", "penalise"]
-
-
-def handle_truncated(
-    episodes: Sequence[Episode], mode: TruncationMode, *, penalty: float = 0.0
-) -> list[Episode]:
-    """What a truncated episode counts for.
-
-    ``"score"``: as the world stood. ``"mask"``: nothing (``valid=False``, with the cause as
-    the error). ``"penalise"``: its score less ``penalty``. Others pass through unchanged.
-    Raises ValueError for another mode.
-    """
-    if mode not in ("score", "mask", "penalise"):
-        raise ValueError(f"truncation mode must be score, mask or penalise, got {mode!r}")
-
-    def one(episode: Episode) -> Episode:
-        if episode.truncated is None or not episode.valid or mode == "score":
-            return episode
-        if mode == "mask":
-            return replace(
-                episode, valid=False, reward=0.0, error=f"Truncated: {episode.truncated}"
-            )
-        rewards = episode.turn_rewards
-        return replace(
-            episode,
-            reward=episode.reward - penalty,
-            turn_rewards=(*rewards[:-1], rewards[-1] - penalty) if rewards else (),
-        )
-
-    return [one(episode) for episode in episodes]
-
-
 class HasId(Protocol):
     """A task of any kind; ``id`` is unique and stable."""
 
     @property
     def id(self) -> str: ...
-
-
-TaskT = TypeVar("TaskT", bound=HasId)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ class EnvironmentsFailing(Exception):
     """No group of a long row had a valid episode; the fault is not in one task."""
 
 
+class AlwaysStale(Exception):
+    """Fresh groups carry old versions: the engine was not given the loop's version."""
+
+
 class NoTasksLeft(Exception):
     """Every task of the source is quarantined."""
 
@@ -164,6 +168,7 @@ class EpisodeLoop:
         self._collects = 0
         self._failed_row: list[str] = []
         self._skipped_row = 0
+        self._stale_row = 0
         self._exhausted = False
         self._stopping = False
         self._error: BaseException | None = None
@@ -220,7 +225,7 @@ class EpisodeLoop:
     async def collect(self) -> Collected:
         """The next ``groups_per_batch`` groups; fewer when the tasks have run out.
 
-        Raises LoopStopped, EnvironmentsFailing, NoTasksLeft, or what the engine raised.
+        Raises LoopStopped, EnvironmentsFailing, NoTasksLeft, AlwaysStale, or what the engine raised.
         """
         began = time.monotonic()
         self._collects += 1
@@ -242,6 +247,7 @@ class EpisodeLoop:
         groups = tuple(self._finished.pop(index) for index in chosen)
         for index in chosen:
             self._consume(index)
+        self._stale_row = 0
         counts, self._counts = dict(self._counts), Counter()
         return Collected(groups, self._version, counts, time.monotonic() - began)
 
@@ -263,7 +269,7 @@ class EpisodeLoop:
         ):
             index = self._next
             self._next += 1
-            if index in self._consumed:
+            if index < self._first or index in self._consumed:
                 continue
             try:
                 task = self._tasks[index]
@@ -321,6 +327,17 @@ class EpisodeLoop:
                 self._counts["groups/dropped_stale"] += 1
                 self._consume(index)
                 self._changed.set()
+                self._stale_row += 1
+        # The version stands still while collect waits, so only groups already in flight
+        # can be stale.
+        if self._stale_row > 2 * (self._config.max_staleness + 1) * self._config.groups_per_batch:
+            self._fail(
+                AlwaysStale(
+                    f"{self._stale_row} groups in a row were drawn more than max_staleness="
+                    f"{self._config.max_staleness} versions before version {self._version}: "
+                    "call engine.set_params(params, version) before loop.set_version(version)"
+                )
+            )
 
     async def _run_group(self, index: int, task: HasId) -> None:
         config = self._config

@@ -300,9 +300,12 @@ async def _play(
             for tokens, kind in pieces:
                 builder.feed(tokens, kind, turn - 1)
             sampled = builder.sampled(generation, turn)
+            pieces = []
+            if not sampled:  # the engine's own bound was tighter than ours: not a turn
+                play.truncated = "context"
+                break
             play.sampled += len(sampled)
             play.turn_rewards.append(0.0)
-            pieces = []
             cut = generation.stop in ("length", "context")
             final = turn + 1 == limits.max_turns
             try:
@@ -327,7 +330,7 @@ async def _play(
                 pieces = observation_pieces(
                     protocol,
                     told,
-                    last_token=sampled[-1] if sampled else -1,
+                    last_token=sampled[-1],
                     max_tokens=limits.max_observation_tokens,
                     final=final,
                 )

@@ -121,7 +121,7 @@ def test_output_that_spells_tags_neither_ends_the_episode_nor_becomes_special_to
 
 def test_malformed_action_is_told_and_counted():
     environment = world()
-    episode, _ = play(environment, [[65, END], [], command("guess 1")])
+    episode, _ = play(environment, [[65, END], [65], command("guess 1")])
     assert environment.actions == ["guess 1"]
     assert episode.info["malformed"] == 2 and episode.num_turns == 3
     assert episode.turn_rewards == (0.0, 0.0, 1.0)
@@ -154,6 +154,13 @@ def test_truncation_causes(limits, turns, cause, count):
     assert episode.num_tokens <= limits.max_context_tokens
     if count:
         check_context(episode, engine)
+
+
+def test_engine_without_room_truncates_without_a_turn():
+    episode, engine = play(world(), [command("ls"), []])
+    assert episode.truncated == "context" and episode.num_turns == 1
+    assert len(episode.turn_rewards) == 1
+    check_context(episode, engine)
 
 
 def test_a_long_turn_is_told_and_the_episode_goes_on():

@@ -225,7 +225,8 @@ class EpisodeLoop:
     async def collect(self) -> Collected:
         """The next ``groups_per_batch`` groups; fewer when the tasks have run out.
 
-        Raises LoopStopped, EnvironmentsFailing, NoTasksLeft, AlwaysStale, or what the engine raised.
+        Raises LoopStopped, EnvironmentsFailing, NoTasksLeft, AlwaysStale, or what the engine
+        raised.
         """
         began = time.monotonic()
         self._collects += 1

@@ -162,7 +162,11 @@ def rename_found(draw: Draw) -> Spec:
             ).format(d=folder, b=new),
             (f"ls {folder}", f"mv {folder}/{found} {folder}/{new}"),
             (f"ls {folder}", f"mv {folder}/{found} {new}"),
-            (listing(folder, (new,)), texts({f"{folder}/{new}": text, other: text})),
+            (
+                gone(f"{folder}/{found}"),
+                listing(folder, (new,)),
+                texts({f"{folder}/{new}": text, other: text}),
+            ),
             {f"{folder}/{found}": text, other: text},
             answer=found,
         )

@@ -22,6 +22,8 @@ _RESERVED_TEXT = (
     " map max min sum not row rev tac sub tab top num bit sep hex red rot fag nig jap cum tit tits"
     " time date make move name node line file copy size mode code note same save done none more"
     " nice nohup locale nano sudo rename delete remove number value table column"
+    " for like case limit rowid begin home pager lineno here some have give take were"
+    " below files git had has how hup later lines lose named names new pipe pipes ref times total"
 )
 _RESERVED = frozenset(_RESERVED_TEXT.split())
 

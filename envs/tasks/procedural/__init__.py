@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import get_args
 
-from envs.tasks.procedural import chains, data, files, find, system, text, tools
+from envs.tasks.procedural import chains, data, files, find, processes, system, text, tools
 from envs.tasks.procedural.draw import Draw, Split, split_of_number, split_of_word
 from envs.tasks.procedural.family import Family, Spec, to_task
 from envs.tasks.task import Task
@@ -31,7 +31,7 @@ DIFFICULTIES = (1, 2, 3)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.name: family
-        for module in (files, text, data, find, system, tools, chains)
+        for module in (files, text, data, find, system, processes, tools, chains)
         for family in module.FAMILIES
     }
 )

@@ -11,7 +11,6 @@ the next writer, and a store can be read while it is written.
 import fcntl
 import json
 import os
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,8 +60,10 @@ class Record:
         return sum(length for _, length in self.spans)
 
 
-class EpisodeWriter:
+class EpisodeStore:
     """Appends episodes; the only writer of its store (RuntimeError for a second one)."""
+
+    # The disk is written in a thread, so ``append`` costs the caller next to nothing.
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -81,12 +82,11 @@ class EpisodeWriter:
         os.ftruncate(self._index, self._index_end)
         _sync_directory(self.path)
         self._end = max((_line_end(line) for line in lines), default=0)
-        self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="episode-store")
         self._pending: deque[Future[None]] = deque()
         self._closed = False
 
-    def __enter__(self) -> "EpisodeWriter":
+    def __enter__(self) -> "EpisodeStore":
         return self
 
     def __exit__(
@@ -97,45 +97,32 @@ class EpisodeWriter:
     ) -> None:
         self.close()
 
-    def append(
+    def _append(
         self,
         episodes: Sequence[Episode],
         *,
         step: int,
         advantages: Sequence[float] | None = None,
     ) -> None:
-        """Writes the episodes; all of them are committed when it returns, or none is.
-
-        ``step`` is the learner's; ``advantages`` one number an episode, for people.
-        """
-        if advantages is not None and len(advantages) != len(episodes):
-            raise ValueError(
-                f"advantages must be one number an episode: got {len(advantages)} for "
-                f"{len(episodes)}"
-            )
         if not episodes:
             return
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("this EpisodeWriter is closed")
-            contexts = [context for episode in episodes for context in episode.contexts]
-            start, end = self._end, self._end + sum(map(len, contexts))
-            if end > start:
-                writes = [self._write(name, contexts, start, end) for name in FIELDS]
-                for write in writes:
-                    write.result()
-            numbers = advantages if advantages is not None else [None] * len(episodes)
-            line = {
-                "step": int(step),
-                "start": start,
-                "end": end,
-                "episodes": [
-                    _header(episode, number)
-                    for episode, number in zip(episodes, numbers, strict=True)
-                ],
-            }
-            self._commit((json.dumps(line, default=_plain) + "\n").encode())
-            self._end = end
+        contexts = [context for episode in episodes for context in episode.contexts]
+        start, end = self._end, self._end + sum(map(len, contexts))
+        if end > start:
+            writes = [self._write(name, contexts, start, end) for name in FIELDS]
+            for write in writes:
+                write.result()
+        numbers = advantages if advantages is not None else [None] * len(episodes)
+        line = {
+            "step": int(step),
+            "start": start,
+            "end": end,
+            "episodes": [
+                _header(episode, number) for episode, number in zip(episodes, numbers, strict=True)
+            ],
+        }
+        self._commit((json.dumps(line, default=_plain) + "\n").encode())
+        self._end = end
 
     def _write(self, name: str, contexts: Sequence[Context], start: int, end: int) -> Any:
         values = np.concatenate([getattr(context, name) for context in contexts])
@@ -154,22 +141,33 @@ class EpisodeWriter:
             raise
         self._index_end += len(line)
 
-    def submit(
+    def append(
         self,
         episodes: Sequence[Episode],
         *,
         step: int,
         advantages: Sequence[float] | None = None,
     ) -> "Future[None]":
-        """``append`` in a thread of its own; raises here what an earlier one failed with."""
+        """Writes the episodes; once the future is done all are committed, or none is.
+
+        ``step`` is the learner's; ``advantages`` one number an episode, for people. Raises
+        what an earlier append failed with, so a full disk does not go unseen.
+        """
+        if advantages is not None and len(advantages) != len(episodes):
+            raise ValueError(
+                f"advantages must be one number an episode: got {len(advantages)} for "
+                f"{len(episodes)}"
+            )
+        if self._closed:
+            raise RuntimeError("this EpisodeStore is closed")
         while self._pending and (self._pending[0].done() or len(self._pending) >= MAX_BACKLOG):
             self._pending.popleft().result()
-        future = self._thread.submit(self.append, episodes, step=step, advantages=advantages)
+        future = self._thread.submit(self._append, episodes, step=step, advantages=advantages)
         self._pending.append(future)
         return future
 
     def flush(self) -> None:
-        """Returns once all that was submitted is committed; raises what one failed with."""
+        """Returns once all that was appended is committed; raises what one failed with."""
         while self._pending:
             self._pending.popleft().result()
 

@@ -98,13 +98,16 @@ def obey_note(draw: Draw) -> Spec:
             (*checks, texts({note: body, b: kept[b] + lines(word)})),
             {note: body, **files, **kept},
         )
-    body = lines(text, f"Then do what {extra} says.")
+    notes = {
+        f"{word}/{note}": lines(text, f"Then do what {extra} says."),
+        extra: lines(f"Append {b} to {b}."),
+    }
     return Spec(
         f"The only file in {word} holds an order: do it.",
         (f"ls {word}", f"cat {word}/{note}", solution, f"cat {extra}", f"echo {b} >> {b}"),
         (f"ls {word}", f"cat {word}/{note}", solution),
-        (*checks, texts({f"{word}/{note}": body, b: kept[b] + lines(b)})),
-        {f"{word}/{note}": body, extra: lines(f"Append {b} to {b}."), **files, **kept},
+        (*checks, texts(notes | {b: kept[b] + lines(b)})),
+        {**notes, **files, **kept},
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 WORKDIR = "/home/agent"
 
 _PRELUDE = f"""\
-export LC_ALL=C
+export LC_ALL=C HOME=/nonexistent
 cd {WORKDIR} 2>/dev/null || exit 1
 regular() {{ [ -f "$1" ] && [ ! -L "$1" ]; }}
 texts() {{

@@ -1,6 +1,6 @@
 """Find and signal processes that set-up starts."""
 
-from envs.tasks.procedural.checks import answer, same
+from envs.tasks.procedural.checks import answer, same, texts
 from envs.tasks.procedural.draw import Draw
 from envs.tasks.procedural.family import Family, Spec, lines
 
@@ -34,7 +34,11 @@ def find_process(draw: Draw) -> Spec:
             wording.format(p=name, o=out),
             (f"pgrep {name} > {out}",),
             (near,),
-            (f"regular {out} || exit 1", same(_PID_IS.format(out=out, name=name), "yes")),
+            (
+                f"regular {out} || exit 1",
+                same(_PID_IS.format(out=out, name=name), "yes"),
+                texts(body),
+            ),
             body,
             setup="\n".join(_start(n) for n in names),
         )
@@ -43,10 +47,10 @@ def find_process(draw: Draw) -> Spec:
         f"Write the pid of process {name} to {targets[name]} and of {other} to {targets[other]}.",
         tuple(f"pgrep {n} > {o}" for n, o in targets.items()),
         (f"pgrep {name} > {targets[other]}", f"pgrep {other} > {targets[name]}"),
-        tuple(
-            check
-            for n, o in targets.items()
-            for check in (f"regular {o} || exit 1", same(_PID_IS.format(out=o, name=n), "yes"))
+        (
+            *(f"regular {o} || exit 1" for o in targets.values()),
+            *(same(_PID_IS.format(out=o, name=n), "yes") for n, o in targets.items()),
+            texts(body),
         ),
         body,
         setup="\n".join(_start(n) for n in names),

@@ -72,7 +72,10 @@ def git_branch(draw: Draw) -> Spec:
             wording.format(b=branch),
             (f"git checkout -qb {branch}",),
             (f"mkdir {branch}",),
-            (same("git symbolic-ref HEAD", f"refs/heads/{branch}"),),
+            (
+                same("git symbolic-ref HEAD", f"refs/heads/{branch}"),
+                texts({name: lines(words[0])}),
+            ),
             {name: lines(words[0])},
             setup=_INIT,
         )

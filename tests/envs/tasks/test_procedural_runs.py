@@ -53,17 +53,42 @@ async def verdict(sandbox: Sandbox, task: Task) -> int | None:
     return (await sandbox.exec_clean(task.verify, task.verify_timeout)).exit_code
 
 
+async def check_bystanders(sandbox: Sandbox, task: Task) -> None:
+    """After success, harm to any file that was there before and is unchanged must fail."""
+    for path, before in task.files.items():
+        try:
+            unchanged = await sandbox.read_file(path) == before
+        except FileNotFoundError:
+            continue
+        if unchanged:
+            await sandbox.write_file(path, before + b"junk\n")
+            assert await verdict(sandbox, task) == 1, (task.id, path)
+            await sandbox.write_file(path, before)
+
+
 async def attempt(
-    sandboxes: LocalSandboxes, task: Task, commands: Sequence[str], idle_first: bool = False
+    sandboxes: LocalSandboxes,
+    task: Task,
+    commands: Sequence[str],
+    *,
+    idle_first: bool = False,
+    bystanders: bool = False,
 ) -> tuple[int | None, list[str]]:
-    """The verdict on ``commands``; with ``idle_first``, doing nothing must fail before them."""
+    """The verdict on ``commands``.
+
+    With ``idle_first``, doing nothing must fail before them; with ``bystanders``, harm to
+    other files must fail after them.
+    """
     sandbox = await sandboxes.create(task.sandbox)
     try:
         await prepare(sandbox, task)
         if idle_first:
             assert await verdict(sandbox, task) == 1, (task.id, "nothing done")
         outputs = await act(sandbox, task, commands)
-        return await verdict(sandbox, task), outputs
+        status = await verdict(sandbox, task)
+        if bystanders and status == 0:
+            await check_bystanders(sandbox, task)
+        return status, outputs
     finally:
         await sandbox.close()
 
@@ -73,7 +98,9 @@ async def check(sandboxes: LocalSandboxes, task: Task) -> None:
     processes = "&\n" in task.setup
     if processes:
         assert (await attempt(sandboxes, task, ()))[0] == 1, (task.id, "nothing done")
-    status, outputs = await attempt(sandboxes, task, task.solution, idle_first=not processes)
+    status, outputs = await attempt(
+        sandboxes, task, task.solution, idle_first=not processes, bystanders=True
+    )
     assert status == 0, (task.id, task.solution, outputs, status)
     if task.difficulty == 1:
         assert all(len(text.encode()) <= 60 for text in outputs), (task.id, outputs)

@@ -127,10 +127,8 @@ class UnknownMetricError(KeyError):
 
 
 def _pattern(name: str) -> str:
-    return "".join(
-        "[^/<>]+" if part.startswith("<") else re.escape(part)
-        for part in re.split(r"(<\w+>)", name)
-    )
+    parts = re.split(r"(<\w+>)", name)
+    return "".join("[^/<>]+" if part.startswith("<") else re.escape(part) for part in parts)
 
 
 def find_metric(name: str, table: Mapping[str, Metric] = METRICS) -> Metric:

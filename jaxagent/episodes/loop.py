@@ -22,6 +22,7 @@ from jaxagent.episodes.engine import Engine
 from jaxagent.episodes.environment import Environment
 from jaxagent.episodes.episode import Episode
 from jaxagent.episodes.groups import Group, HasId, episode_seed, staleness
+from jaxagent.episodes.history import Rewrite
 from jaxagent.episodes.loop_types import (
     AlwaysStale,
     Collected,
@@ -60,7 +61,8 @@ class EpisodeLoop:
     """Drives environments and sampler; use as ``async with EpisodeLoop(...) as loop``.
 
     ``make_environment`` must be quick (the slow part belongs in ``reset``); it is called
-    anew for every try. ``state`` is what ``state()`` of an earlier loop returned.
+    anew for every try. ``rewrite`` is for histories that do not only grow (see ``history``).
+    ``state`` is what ``state()`` of an earlier loop returned.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class EpisodeLoop:
         config: LoopConfig,
         limits: Limits | None = None,
         *,
+        rewrite: Rewrite | None = None,
         version: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -83,6 +86,7 @@ class EpisodeLoop:
         self._sampling = sampling
         self._config = config
         self._limits = limits or Limits()
+        self._rewrite = rewrite
         self._version = version
         state = state or {}
         self._next = int(state.get("next_index", 0))
@@ -362,6 +366,7 @@ class EpisodeLoop:
             key=seed,
             task_id=task.id,
             group_id=group_id,
+            rewrite=self._rewrite,
             before_sampling=arrive,
         )
 

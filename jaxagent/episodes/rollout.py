@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from jaxagent.data.kinds import Kind
 from jaxagent.episodes.deadlines import (
     EnvironmentContractError,
@@ -23,10 +21,10 @@ from jaxagent.episodes.deadlines import (
 )
 from jaxagent.episodes.engine import Engine, Generation, Session
 from jaxagent.episodes.environment import Environment, Segment, StepResult
-from jaxagent.episodes.episode import Context, Episode
+from jaxagent.episodes.episode import Episode
+from jaxagent.episodes.history import ContextBuilder, Exchange, Rewrite, context_key
 from jaxagent.episodes.protocol import (
     ActionProtocol,
-    Command,
     Done,
     MalformedAction,
     Piece,
@@ -76,46 +74,52 @@ class Limits:
             )
 
 
-@dataclass
-class ContextBuilder:
-    """A context under construction."""
+async def run_episode(
+    environment: Environment,
+    engine: Engine,
+    protocol: ActionProtocol,
+    limits: Limits,
+    sampling: Any,
+    *,
+    key: int,
+    task_id: str,
+    group_id: str,
+    rewrite: Rewrite | None = None,
+    before_sampling: Callable[[], Awaitable[None]] | None = None,
+) -> Episode:
+    """Plays ``environment`` to its end and closes it, whatever happens.
 
-    tokens: list[int] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
-    turn_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    ``rewrite`` (see ``history``) makes the episode one of several contexts.
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def feed(self, tokens: Sequence[int], kind: Kind, turn: int) -> None:
-        """Adds tokens that were not sampled."""
-        count = len(tokens)
-        self.tokens.extend(tokens)
-        self.kinds.extend([int(kind)] * count)
-        self.turn_ids.extend([turn] * count)
-        self.logprobs.extend([0.0] * count)
-        self.versions.extend([-1] * count)
-
-    def sampled(self, generation: Generation, turn: int) -> list[int]:
-        """Adds what the policy sampled and returns its ids."""
-        tokens = [int(token) for token in generation.tokens]
-        self.tokens.extend(tokens)
-        self.kinds.extend([int(Kind.ACTION)] * len(tokens))
-        self.turn_ids.extend([turn] * len(tokens))
-        self.logprobs.extend(float(x) for x in generation.logprobs)
-        self.versions.extend(int(x) for x in generation.versions)
-        return tokens
-
-    def build(self) -> Context:
-        return Context(
-            tokens=np.asarray(self.tokens, np.int32),
-            kinds=np.asarray(self.kinds, np.uint8),
-            turn_ids=np.asarray(self.turn_ids, np.int32),
-            logprobs=np.asarray(self.logprobs, np.float32),
-            versions=np.asarray(self.versions, np.int32),
-        )
+    ``sampling`` is a dataclass with ``max_new_tokens``, ``stop_tokens`` and
+    ``stop_strings``, which are set here for each turn. ``key`` seeds the session.
+    A failing environment gives an episode with ``valid=False`` and reward 0, and
+    ``error`` as ``"Class: message"``. Exceptions of the engine propagate.
+    """
+    play = _Play(environment, engine, protocol, limits, sampling, key, rewrite, before_sampling)
+    error: str | None = None
+    close_error: str | None = None
+    try:
+        await play.run()
+    except _Failed as failure:
+        error = describe(failure.error)
+    finally:
+        close_error = await close_environment(environment, limits.close_timeout)
+    info = play.info()
+    if close_error:
+        info["close_error"] = close_error
+    rewards = tuple(play.turn_rewards)
+    return Episode(
+        task_id=task_id,
+        group_id=group_id,
+        contexts=tuple(builder.build() for builder in play.contexts if len(builder)),
+        reward=0.0 if error else math.fsum(rewards),
+        turn_rewards=rewards,
+        valid=error is None,
+        truncated=None if error else play.truncated,
+        error=error,
+        info=info,
+    )
 
 
 class _Failed(Exception):
@@ -127,178 +131,206 @@ class _Failed(Exception):
 
 @dataclass
 class _Play:
-    """The running state of one episode."""
+    """One episode being played: what it was given, then how it stands."""
 
-    builder: ContextBuilder = field(default_factory=ContextBuilder)
+    environment: Environment
+    engine: Engine
+    protocol: ActionProtocol
+    limits: Limits
+    sampling: Any
+    key: int
+    rewrite: Rewrite | None
+    before_sampling: Callable[[], Awaitable[None]] | None
+
+    started: float = field(default_factory=time.monotonic)
+    session: Session | None = None
+    contexts: list[ContextBuilder] = field(default_factory=lambda: [ContextBuilder()])
+    prompt: list[int] = field(default_factory=list)
+    past: list[Exchange] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     truncated: str | None = None
     finished: str | None = None
     malformed: int = 0
     sampled: int = 0
-    prompt: int = 0
     env_seconds: float = 0.0
     sample_seconds: float = 0.0
     env_info: Mapping[str, Any] = field(default_factory=dict)
 
+    def info(self) -> dict[str, Any]:
+        return {
+            "finished": self.finished,
+            "malformed": self.malformed,
+            "prompt_tokens": len(self.prompt),
+            "seconds": time.monotonic() - self.started,
+            "env_seconds": self.env_seconds,
+            "sample_seconds": self.sample_seconds,
+            "env": dict(self.env_info),
+        }
 
-async def run_episode(
-    environment: Environment,
-    engine: Engine,
-    protocol: ActionProtocol,
-    limits: Limits,
-    sampling: Any,
-    *,
-    key: int,
-    task_id: str,
-    group_id: str,
-    before_sampling: Callable[[], Awaitable[None]] | None = None,
-) -> Episode:
-    """Plays ``environment`` to its end and closes it, whatever happens.
-
-    ``sampling`` is a dataclass with ``max_new_tokens``, ``stop_tokens`` and
-    ``stop_strings``, which are set here for each turn. ``key`` seeds the session.
-    A failing environment gives an episode with ``valid=False`` and reward 0, and
-    ``error`` as ``"Class: message"``. Exceptions of the engine propagate.
-    """
-    started = time.monotonic()
-    play = _Play()
-    error: str | None = None
-    close_error: str | None = None
-    try:
-        await _play(
-            play, environment, engine, protocol, limits, sampling, key, started, before_sampling
-        )
-    except _Failed as failure:
-        error = describe(failure.error)
-    finally:
-        close_error = await close_environment(environment, limits.close_timeout)
-    rewards = tuple(play.turn_rewards)
-    info = {
-        "finished": play.finished,
-        "malformed": play.malformed,
-        "prompt_tokens": play.prompt,
-        "seconds": time.monotonic() - started,
-        "env_seconds": play.env_seconds,
-        "sample_seconds": play.sample_seconds,
-        "env": dict(play.env_info),
-    }
-    if close_error:
-        info["close_error"] = close_error
-    return Episode(
-        task_id=task_id,
-        group_id=group_id,
-        contexts=(play.builder.build(),) if len(play.builder) else (),
-        reward=0.0 if error else math.fsum(rewards),
-        turn_rewards=rewards,
-        valid=error is None,
-        truncated=None if error else play.truncated,
-        error=error,
-        info=info,
-    )
-
-
-async def _play(
-    play: _Play,
-    environment: Environment,
-    engine: Engine,
-    protocol: ActionProtocol,
-    limits: Limits,
-    sampling: Any,
-    key: int,
-    started: float,
-    before_sampling: Callable[[], Awaitable[None]] | None,
-) -> None:
-    builder = play.builder
-    segments = await _timed(play, environment.reset(), limits.reset_timeout, "reset")
-    with _contract():
-        prompt = prompt_tokens(protocol, _checked(segments))
-    play.prompt = len(prompt)
-    if len(prompt) >= limits.max_context_tokens:
-        raise _Failed(
-            PromptTooLong(
-                f"{len(prompt)} tokens leave no room in max_context_tokens="
-                f"{limits.max_context_tokens}"
+    async def run(self) -> None:
+        """Raises _Failed when the environment fails."""
+        limits = self.limits
+        segments = await self._timed(self.environment.reset(), limits.reset_timeout, "reset")
+        with _contract():
+            self.prompt = prompt_tokens(self.protocol, _checked(segments))
+        if len(self.prompt) >= limits.max_context_tokens:
+            raise _Failed(
+                PromptTooLong(
+                    f"{len(self.prompt)} tokens leave no room in max_context_tokens="
+                    f"{limits.max_context_tokens}"
+                )
             )
-        )
-    pieces: list[Piece] = [(prompt, Kind.PROMPT)]
-    session = engine.open_session(key)
-    try:
-        if before_sampling is not None:
-            await before_sampling()
-        for turn in range(limits.max_turns):
+        try:
+            self.session = self.engine.open_session(self.key)
+            if self.before_sampling is not None:
+                await self.before_sampling()
+            await self._turns()
+        finally:
+            if self.session is not None:
+                self.session.close()
+        if self.finished != "environment":
+            step = self.environment.step(None)
+            self._score(await self._timed(step, limits.score_timeout, "scoring"))
+
+    async def _turns(self) -> None:
+        pieces: list[Piece] = [(self.prompt, Kind.PROMPT)]
+        for turn in range(self.limits.max_turns):
+            if turn and self.rewrite is not None:
+                pieces = self._rewritten(self.rewrite, pieces)
             new = [token for tokens, _ in pieces for token in tokens]
-            room = limits.max_context_tokens - len(builder) - len(new)
-            left = limits.max_seconds - (time.monotonic() - started)
-            budget = limits.max_turn_tokens
-            if limits.max_sampled_tokens is not None:
-                budget = min(budget, limits.max_sampled_tokens - play.sampled)
-            play.truncated = (
-                "context" if room < 1 else "tokens" if budget < 1 else "time" if left <= 0 else None
-            )
-            if play.truncated:
-                break
-            generation = await _sample(
-                play, session, new, _turn_sampling(sampling, protocol, min(budget, room)), left
-            )
+            room = self.limits.max_context_tokens - len(self.contexts[-1]) - len(new)
+            budget = self.limits.max_turn_tokens
+            if self.limits.max_sampled_tokens is not None:
+                budget = min(budget, self.limits.max_sampled_tokens - self.sampled)
+            generation = await self._sample(new, room, budget)
             if generation is None:
-                play.truncated = "time"
                 break
-            for tokens, kind in pieces:
-                builder.feed(tokens, kind, turn - 1)
-            sampled = builder.sampled(generation, turn)
+            self._feed(pieces)
+            sampled = self.contexts[-1].sampled(generation, turn)
             pieces = []
             if not sampled:  # the engine's own bound was tighter than ours: not a turn
-                play.truncated = "context"
+                self.truncated = "context"
                 break
-            play.sampled += len(sampled)
-            play.turn_rewards.append(0.0)
-            cut = generation.stop in ("length", "context")
-            final = turn + 1 == limits.max_turns
-            try:
-                action = parse_tokens(protocol, sampled)
-            except MalformedAction as malformed:
-                play.malformed += 1
-                play.truncated = _cut_cause(generation.stop, room, budget, limits)
-                if play.truncated:
-                    break
-                reason = f"no action within {budget} tokens" if cut else malformed.reason
-                told: Sequence[Segment] = (_Note(protocol.on_malformed(reason)),)
+            self.sampled += len(sampled)
+            self.turn_rewards.append(0.0)
+            cut = _cut_cause(generation.stop, room, budget, self.limits)
+            pieces = await self._act(turn, sampled, generation.stop, cut, budget)
+            if self.finished or self.truncated:
+                break
+            answer = tuple(token for tokens, _ in pieces for token in tokens)
+            self.past.append(Exchange(tuple(sampled), answer))
+        # The last observation, which no turn answered: the engine never saw it, and it is
+        # recorded (where it fits) for observation prediction.
+        self._feed(pieces)
+
+    def _feed(self, pieces: Sequence[Piece]) -> None:
+        builder, size = self.contexts[-1], sum(len(tokens) for tokens, _ in pieces)
+        if len(builder) + size > self.limits.max_context_tokens:
+            return
+        for tokens, kind in pieces:
+            builder.feed(tokens, kind, -1 if kind == Kind.PROMPT else len(self.turn_rewards) - 1)
+
+    def _rewritten(self, rewrite: Rewrite, pieces: list[Piece]) -> list[Piece]:
+        """What is fed next; a new context (and session) begins where history changed."""
+        new = [token for tokens, _ in pieces for token in tokens]
+        history = rewrite(self.prompt, self.past, self.limits.max_context_tokens)
+        if history == [*self.contexts[-1].tokens, *new]:
+            return pieces
+        self._feed(pieces)
+        assert self.session is not None
+        self.session.close()
+        self.contexts.append(ContextBuilder())
+        self.session = self.engine.open_session(context_key(self.key, len(self.contexts) - 1))
+        return [(history, Kind.PROMPT)]
+
+    async def _sample(self, new: Sequence[int], room: int, budget: int) -> Generation | None:
+        """One turn's tokens; None, with ``truncated`` set, when a limit forbids the turn."""
+        began = time.monotonic()
+        left = self.limits.max_seconds - (began - self.started)
+        self.truncated = (
+            "context" if room < 1 else "tokens" if budget < 1 else "time" if left <= 0 else None
+        )
+        if self.truncated or self.session is None:
+            return None
+        sampling = replace(
+            self.sampling,
+            max_new_tokens=min(budget, room),
+            stop_tokens=self.protocol.stop_tokens,
+            stop_strings=self.protocol.stop_strings,
+        )
+        future = asyncio.wrap_future(self.session.generate(new, sampling))
+        future.add_done_callback(lambda f: f.cancelled() or f.exception())  # marks it retrieved
+        try:
+            # Not cancelled on a time-out: the engine learns of it when the session is closed.
+            done, _ = await asyncio.wait({future}, timeout=left)
+        finally:
+            self.sample_seconds += time.monotonic() - began
+        if not done:
+            self.truncated = "time"
+            return None
+        generation: Generation = future.result()
+        return generation
+
+    async def _act(
+        self, turn: int, sampled: list[int], stop: str, cut: str | None, budget: int
+    ) -> list[Piece]:
+        """Runs the turn's action, if it has one, and returns what the policy is to read."""
+        final = turn + 1 == self.limits.max_turns
+        at_limit = "turns"
+        try:
+            action = parse_tokens(self.protocol, sampled)
+        except MalformedAction as malformed:
+            self.malformed += 1
+            if cut:
+                self.truncated = cut
+                return []
+            reason = malformed.reason
+            if stop == "length":
+                reason, at_limit = f"no action within {budget} tokens", "tokens"
+            told: Sequence[Segment] = (_Note(self.protocol.on_malformed(reason)),)
+        else:
+            if isinstance(action, Done):
+                self.finished = "done"
+                return []
+            call = self.environment.step(action.text)
+            told, ended = self._score(await self._timed(call, self.limits.step_timeout, "step"))
+            if ended:
+                self.finished = "environment"
+                final = True
+        if final and not self.finished:
+            self.truncated = at_limit
+        with _contract():
+            return observation_pieces(
+                self.protocol,
+                told,
+                last_token=sampled[-1],
+                max_tokens=self.limits.max_observation_tokens,
+                final=final,
+            )
+
+    async def _timed(self, call: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
+        began = time.monotonic()
+        try:
+            return await with_deadline(call, seconds, what)
+        except Exception as error:
+            raise _Failed(error) from error
+        finally:
+            self.env_seconds += time.monotonic() - began
+
+    def _score(self, result: StepResult) -> tuple[Sequence[Segment], bool]:
+        """Adds a step's reward to the current turn. Raises _Failed on an unusable result."""
+        with _contract():
+            segments = _checked(result.segments)
+            reward = float(result.reward)
+            if not math.isfinite(reward):
+                raise EnvironmentContractError(f"reward must be finite, got {reward}")
+            if self.turn_rewards:
+                self.turn_rewards[-1] += reward
             else:
-                cut = False
-                if isinstance(action, Done):
-                    play.finished = "done"
-                    break
-                told, ended = await _step(play, environment, action, limits)
-                if ended:
-                    play.finished = "environment"
-                final = final or ended
-            with _contract():
-                pieces = observation_pieces(
-                    protocol,
-                    told,
-                    last_token=sampled[-1],
-                    max_tokens=limits.max_observation_tokens,
-                    final=final,
-                )
-            if play.finished:
-                break
-            if final:
-                play.truncated = "tokens" if cut else "turns"
-        _feed_rest(builder, pieces, len(play.turn_rewards) - 1, limits)
-    finally:
-        session.close()
-    if play.finished != "environment":
-        result = await _timed(play, environment.step(None), limits.score_timeout, "scoring")
-        _score(play, result)
-
-
-def _turn_sampling(sampling: Any, protocol: ActionProtocol, max_new_tokens: int) -> Any:
-    return replace(
-        sampling,
-        max_new_tokens=max_new_tokens,
-        stop_tokens=protocol.stop_tokens,
-        stop_strings=protocol.stop_strings,
-    )
+                self.turn_rewards.append(reward)
+            if result.info:
+                self.env_info = {**self.env_info, **result.info}
+            return segments, bool(result.done)
 
 
 def _cut_cause(stop: str, room: int, budget: int, limits: Limits) -> str | None:
@@ -308,66 +340,6 @@ def _cut_cause(stop: str, room: int, budget: int, limits: Limits) -> str | None:
     if stop == "length" and (limits.end_on_long_turn or budget < limits.max_turn_tokens):
         return "tokens"
     return None
-
-
-def _feed_rest(builder: ContextBuilder, pieces: Sequence[Piece], turn: int, limits: Limits) -> None:
-    """Records the last observation, which no turn answered, where it fits.
-
-    The engine never saw these tokens; they serve observation prediction.
-    """
-    size = sum(len(tokens) for tokens, _ in pieces)
-    if len(builder) + size > limits.max_context_tokens:
-        return
-    for tokens, kind in pieces:
-        builder.feed(tokens, kind, turn)
-
-
-async def _sample(
-    play: _Play, session: Session, new: Sequence[int], sampling: Any, seconds: float
-) -> Generation | None:
-    """One turn's tokens; None when the episode's time is over first."""
-    began = time.monotonic()
-    future = asyncio.wrap_future(session.generate(new, sampling))
-    future.add_done_callback(lambda f: f.cancelled() or f.exception())  # marks it retrieved
-    try:
-        # Not cancelled on a time-out: the engine learns of it when the session is closed.
-        done, _ = await asyncio.wait({future}, timeout=seconds)
-    finally:
-        play.sample_seconds += time.monotonic() - began
-    return future.result() if done else None
-
-
-async def _timed(play: _Play, call: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
-    began = time.monotonic()
-    try:
-        return await with_deadline(call, seconds, what)
-    except Exception as error:
-        raise _Failed(error) from error
-    finally:
-        play.env_seconds += time.monotonic() - began
-
-
-async def _step(
-    play: _Play, environment: Environment, action: Command, limits: Limits
-) -> tuple[Sequence[Segment], bool]:
-    result = await _timed(play, environment.step(action.text), limits.step_timeout, "step")
-    return _score(play, result)
-
-
-def _score(play: _Play, result: StepResult) -> tuple[Sequence[Segment], bool]:
-    """Adds a step's reward to the current turn. Raises _Failed on an unusable result."""
-    with _contract():
-        segments = _checked(result.segments)
-        reward = float(result.reward)
-        if not math.isfinite(reward):
-            raise EnvironmentContractError(f"reward must be finite, got {reward}")
-        if play.turn_rewards:
-            play.turn_rewards[-1] += reward
-        else:
-            play.turn_rewards.append(reward)
-        if result.info:
-            play.env_info = {**play.env_info, **result.info}
-        return segments, bool(result.done)
 
 
 def _checked(segments: Sequence[Segment]) -> Sequence[Segment]:

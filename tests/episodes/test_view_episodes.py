@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxagent.data.kinds import Kind
 from jaxagent.episodes.episode import Episode
-from jaxagent.episodes.rollout import ContextBuilder, Kind
+from jaxagent.episodes.history import ContextBuilder
 from jaxagent.episodes.store import EpisodeStore
 from tests.episodes.fakes import TOKENIZER, Generation, command
 

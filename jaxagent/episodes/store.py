@@ -60,7 +60,7 @@ class Record:
         return sum(length for _, length in self.spans)
 
 
-class EpisodeStore:
+class EpisodeWriter:
     """Appends episodes; the only writer of its store (RuntimeError for a second one)."""
 
     # The disk is written in a thread, so ``append`` costs the caller next to nothing.
@@ -86,7 +86,7 @@ class EpisodeStore:
         self._pending: deque[Future[None]] = deque()
         self._closed = False
 
-    def __enter__(self) -> "EpisodeStore":
+    def __enter__(self) -> "EpisodeWriter":
         return self
 
     def __exit__(
@@ -159,7 +159,7 @@ class EpisodeStore:
                 f"{len(episodes)}"
             )
         if self._closed:
-            raise RuntimeError("this EpisodeStore is closed")
+            raise RuntimeError("this EpisodeWriter is closed")
         while self._pending and (self._pending[0].done() or len(self._pending) >= MAX_BACKLOG):
             self._pending.popleft().result()
         future = self._thread.submit(self._append, episodes, step=step, advantages=advantages)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxagent.episodes import store
 from jaxagent.episodes.episode import Context, Episode
-from jaxagent.episodes.store import EpisodeReader, EpisodeStore
+from jaxagent.episodes.store import EpisodeReader, EpisodeWriter
 
 
 def context(number: int, length: int) -> Context:
@@ -55,7 +55,7 @@ def assert_same(found: Episode, expected: Episode) -> None:
 
 def test_episodes_read_back_exactly_and_while_written(tmp_path):
     expected = [make(1), make(2, []), make(3, [0, 5, 0]), make(4, [70_000]), make(5)]
-    with EpisodeStore(tmp_path / "s") as writer:
+    with EpisodeWriter(tmp_path / "s") as writer:
         reader = EpisodeReader(tmp_path / "s")
         assert list(reader) == [] and len(reader) == 0
         for count, episode in enumerate(expected, 1):
@@ -77,7 +77,7 @@ def test_any_batches_survive_reopening(tmp_path_factory, batches):
     for step, batch in enumerate(batches):
         episodes = [make(10 * step + i, lengths) for i, lengths in enumerate(batch)]
         expected += episodes
-        with EpisodeStore(path) as writer:
+        with EpisodeWriter(path) as writer:
             writer.append(episodes, step=step).result()
     if batches:
         for found, episode in zip(EpisodeReader(path), expected, strict=True):
@@ -87,7 +87,7 @@ def test_any_batches_survive_reopening(tmp_path_factory, batches):
 def test_chunk_borders(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "CHUNK", 16)
     lengths = [15, 1, 16, 17, 0, 33, 7]
-    with EpisodeStore(tmp_path) as writer:
+    with EpisodeWriter(tmp_path) as writer:
         for n, length in enumerate(lengths):
             writer.append([make(n, [length])], step=n).result()
     for n, (found, length) in enumerate(zip(EpisodeReader(tmp_path), lengths, strict=True)):
@@ -95,7 +95,7 @@ def test_chunk_borders(tmp_path, monkeypatch):
 
 
 def test_torn_tail_is_ignored_and_overwritten(tmp_path):
-    with EpisodeStore(tmp_path) as writer:
+    with EpisodeWriter(tmp_path) as writer:
         writer.append([make(1)], step=1).result()
         writer.append([make(2)], step=2).result()
     index = tmp_path / "index.jsonl"
@@ -104,14 +104,14 @@ def test_torn_tail_is_ignored_and_overwritten(tmp_path):
     for cut in (first, first + 1, len(whole) - 1):
         index.write_bytes(whole[:cut])
         assert [r.step for r in EpisodeReader(tmp_path).records()] == [1]
-    with EpisodeStore(tmp_path) as writer:  # on top of the lost episode's tokens
+    with EpisodeWriter(tmp_path) as writer:  # on top of the lost episode's tokens
         writer.append([make(3, [20])], step=3).result()
     for found, number in zip(EpisodeReader(tmp_path), (1, 3), strict=True):
         assert_same(found, make(number, [20] if number == 3 else None))
 
 
 def test_failed_commit_leaves_the_store_as_it_was(tmp_path, monkeypatch):
-    with EpisodeStore(tmp_path) as writer:
+    with EpisodeWriter(tmp_path) as writer:
         writer.append([make(1)], step=1).result()
         real = os.pwrite
 
@@ -131,7 +131,7 @@ def test_failed_commit_leaves_the_store_as_it_was(tmp_path, monkeypatch):
 
 
 def test_failures_in_the_background_surface_at_the_next_call(tmp_path, monkeypatch):
-    writer = EpisodeStore(tmp_path)
+    writer = EpisodeWriter(tmp_path)
     with pytest.raises(ValueError, match="one number an episode: got 1 for 2"):
         writer.append([make(1), make(2)], step=0, advantages=[1.0])
     with monkeypatch.context() as patch:
@@ -144,16 +144,16 @@ def test_failures_in_the_background_surface_at_the_next_call(tmp_path, monkeypat
             writer.close()
     with pytest.raises(RuntimeError, match="closed"):
         writer.append([make(1)], step=0)
-    with EpisodeStore(tmp_path):  # the lock was let go nevertheless
+    with EpisodeWriter(tmp_path):  # the lock was let go nevertheless
         assert len(EpisodeReader(tmp_path)) == 0
 
 
 def test_second_writer_is_refused(tmp_path):
     with (
-        EpisodeStore(tmp_path),
+        EpisodeWriter(tmp_path),
         pytest.raises(RuntimeError, match="another process"),
     ):
-        EpisodeStore(tmp_path)
+        EpisodeWriter(tmp_path)
 
 
 def test_missing_store_is_named(tmp_path):
@@ -163,7 +163,7 @@ def test_missing_store_is_named(tmp_path):
 
 def test_odd_values_in_info_are_kept_as_text_or_numbers(tmp_path):
     info = {"a": np.float32(0.5), "b": Path("/x"), "c": {"z", "y"}, "d": np.arange(2), "e": b"q"}
-    with EpisodeStore(tmp_path) as writer:
+    with EpisodeWriter(tmp_path) as writer:
         writer.append([Episode("t", "g", (), 0.0, info=info)], step=0).result()
     (record,) = EpisodeReader(tmp_path).records()
     assert record.info == {"a": 0.5, "b": "/x", "c": ["y", "z"], "d": [0, 1], "e": "b'q'"}
@@ -173,10 +173,10 @@ WRITER = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from tests.episodes.test_store import make
-from jaxagent.episodes.store import EpisodeReader, EpisodeStore
+from jaxagent.episodes.store import EpisodeReader, EpisodeWriter
 from jaxagent.episodes import store
 store.CHUNK = 512
-with EpisodeStore(sys.argv[1]) as writer:
+with EpisodeWriter(sys.argv[1]) as writer:
     number = len(EpisodeReader(sys.argv[1]))
     print("open", flush=True)
     while True:

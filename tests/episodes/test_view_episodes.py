@@ -11,7 +11,7 @@ from rich.console import Console
 from jaxagent.data.kinds import Kind
 from jaxagent.episodes.episode import Episode
 from jaxagent.episodes.history import ContextBuilder
-from jaxagent.episodes.store import EpisodeStore
+from jaxagent.episodes.store import EpisodeWriter
 from tests.episodes.fakes import TOKENIZER, Generation, command
 
 SCRIPT = Path(__file__).parents[2] / "scripts/view_episodes.py"
@@ -35,7 +35,7 @@ def episode(task, reward, output="a.txt\n", **rest):
 
 @pytest.fixture
 def stored(tmp_path):
-    with EpisodeStore(tmp_path / "s") as store:
+    with EpisodeWriter(tmp_path / "s") as store:
         store.append([episode("count/1", 1.0)], step=1, advantages=[0.5])
         store.append([episode("count/2", 0.0, truncated="turns")], step=2)
         failed = episode("sort/3", 0.0, valid=False, error="OSError: [red]disk")
@@ -93,7 +93,7 @@ def test_logprobs_on_request(stored):
 def test_missing_empty_and_unmatched_are_one_clear_line(stored, tmp_path, capsys):
     shown(str(tmp_path / "none"), code=1)
     assert "no episode store at" in capsys.readouterr().err
-    with EpisodeStore(tmp_path / "empty"):
+    with EpisodeWriter(tmp_path / "empty"):
         shown(str(tmp_path / "empty"), code=1)
     assert "holds no episode yet" in capsys.readouterr().err
     shown(stored, task="zzz", code=1)

@@ -21,9 +21,13 @@ class SandboxDied(SandboxError):
 class ExecResult:
     """What one command did.
 
-    ``output`` is stdout and stderr as they came, decoded (invalid UTF-8 replaced) and
-    bounded: of a longer stream the head and the tail are kept around ``cut_marker`` and
-    ``truncated`` is set. ``exit_code`` is the shell's status, None when ``timed_out``.
+    Attributes:
+      output: stdout and stderr as they came, decoded (invalid UTF-8 replaced) and bounded:
+        of a longer stream the head and the tail are kept, joined without a marker.
+      exit_code: the shell's status; None when ``timed_out``.
+      timed_out: the deadline passed; ``output`` is what came until then.
+      truncated: ``cut_bytes`` bytes were left out of ``output`` at index ``cut_at``.
+      seconds: wall time.
     """
 
     output: str
@@ -31,6 +35,16 @@ class ExecResult:
     timed_out: bool = False
     truncated: bool = False
     seconds: float = 0.0
+    cut_at: int = 0
+    cut_bytes: int = 0
+
+    @property
+    def text(self) -> str:
+        """``output`` with a marker line where bytes were left out."""
+        if not self.truncated:
+            return self.output
+        head, tail = self.output[: self.cut_at], self.output[self.cut_at :]
+        return f"{head}\n[... {self.cut_bytes} bytes left out ...]\n{tail}"
 
 
 @dataclass(frozen=True)
@@ -65,8 +79,9 @@ class Sandbox(Protocol):
 
     The working directory and exported variables persist from command to command.
     Commands have empty stdin. A time-out kills the whole process tree of the command,
-    ``setsid`` children included, keeps the shell usable with its last directory and
-    exported variables, and returns the partial output.
+    ``setsid`` children included, and returns the partial output. A command that times out
+    or ends the shell (``exit``, ``exec``, ``kill``) leaves the working directory and the
+    exported variables as they were before it; the shell is usable again at once.
 
     Every method raises ``SandboxDied`` once the sandbox is gone.
     """
@@ -86,7 +101,11 @@ class Sandbox(Protocol):
         ...
 
     async def write_file(self, path: str | PurePosixPath, data: bytes, mode: int = 0o644) -> None:
-        """Writes a file (parents are created), owned by the agent's user."""
+        """Writes a file (parents are created), owned by the agent's user.
+
+        An existing file or link of that name is replaced. Raises SandboxError if the path
+        is not writable to the agent or leads outside the sandbox.
+        """
         ...
 
     async def read_file(self, path: str | PurePosixPath, max_bytes: int = 16 << 20) -> bytes:
@@ -98,7 +117,10 @@ class Sandbox(Protocol):
         ...
 
     async def restore(self, snapshot: str) -> None:
-        """Brings back a snapshot of this sandbox; running processes are killed."""
+        """Brings back a snapshot of this sandbox; running processes are killed.
+
+        The working directory and exported variables are those of the snapshot as well.
+        """
         ...
 
     async def close(self) -> None:

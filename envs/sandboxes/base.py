@@ -100,6 +100,13 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def stop(self) -> None:
+        """Kills every process of the agent, its shell too.
+
+        The next ``exec`` finds a new shell with the directory and variables of the last.
+        """
+        ...
+
     async def write_file(self, path: str | PurePosixPath, data: bytes, mode: int = 0o644) -> None:
         """Writes a file (parents are created), owned by the agent's user.
 

@@ -168,6 +168,9 @@ class LocalSandbox:
     ) -> ExecResult:
         return await self._session.exec_clean(command, timeout, env)
 
+    async def stop(self) -> None:
+        await self._session.stop()
+
     async def write_file(self, path: str | PurePosixPath, data: bytes, mode: int = 0o644) -> None:
         self._session.check_alive()
         try:

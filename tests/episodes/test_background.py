@@ -72,8 +72,8 @@ def test_signal_returns_control_with_everything_closed(number):
         LoopThread(lambda: loop_of(worlds, engine)) as loop,
         graceful_signals(loop.request_stop) as stop,
     ):
-        loop._asyncio.call_soon_threadsafe(
-            loop._asyncio.call_later, 0.05, os.kill, os.getpid(), number
+        loop._thread.loop.call_soon_threadsafe(
+            loop._thread.loop.call_later, 0.05, os.kill, os.getpid(), number
         )
         with pytest.raises(LoopStopped):
             loop.collect()

@@ -164,21 +164,17 @@ class EpisodeLoop:
         """
         began = time.monotonic()
         self._collects += 1
-        while True:
-            self._changed.clear()
-            self._fill()
-            self._drop_stale()
-            if self._stopping or self._error is not None:
-                await self.close()
-                if self._error is not None:
-                    raise self._error
-                raise LoopStopped("stopped on request")
-            over = self._exhausted and not self._running
-            if over or self._ready():
-                break
-            await self._changed.wait()
-        indices = sorted(self._finished) if not self._config.max_staleness else self._finished
-        chosen = sorted(list(indices)[: self._config.groups_per_batch])
+        try:
+            while not self._ready():
+                await self._changed.wait()
+        except asyncio.CancelledError:
+            self._collects -= 1  # what was started for it serves the next call
+            raise
+        if self._stopping or self._error is not None:
+            await self.close()
+            raise self._error or LoopStopped("stopped on request")
+        # In the order they ended. Synchronously these are all there are, whichever was quick.
+        chosen = sorted(list(self._finished)[: self._config.groups_per_batch])
         groups = tuple(self._finished.pop(index) for index in chosen)
         for index in chosen:
             self._consume(index)
@@ -187,11 +183,16 @@ class EpisodeLoop:
         return Collected(groups, self._version, counts, time.monotonic() - began)
 
     def _ready(self) -> bool:
-        if len(self._finished) < self._config.groups_per_batch:
-            return False
-        # Synchronous: whatever was started for this batch ends first, so which groups are
-        # delivered does not depend on which were quick.
-        return self._config.max_staleness > 0 or not self._running
+        """Whether ``collect`` can return or must raise; starts what may be started."""
+        self._changed.clear()
+        self._drop_stale()
+        self._fill()
+        return (
+            self._stopping
+            or self._error is not None
+            or len(self._finished) >= self._config.groups_per_batch
+            or (self._exhausted and not self._running)
+        )
 
     def _fill(self) -> None:
         """Starts groups as far ahead as staleness allows."""
@@ -261,7 +262,6 @@ class EpisodeLoop:
                 self._live -= 1
                 self._counts["groups/dropped_stale"] += 1
                 self._consume(index)
-                self._changed.set()
                 self._stale_row += 1
         # The version stands still while collect waits, so only groups already in flight
         # can be stale.

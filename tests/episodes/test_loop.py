@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import itertools
 import json
 import logging
@@ -170,6 +171,44 @@ def test_bad_task_is_quarantined_with_one_line(caplog):
     worlds = Worlds(fault)
     collect(make(worlds, tasks, state=loop.state()), batches=2)
     assert not any(w.task.id == "bad" for w in worlds.made)
+
+
+def test_only_failures_in_a_row_count_against_a_task_or_a_run():
+    """One task whose first and third groups fail, and every other task's group with it."""
+
+    def fault(env, stage):
+        if stage == "reset" and env.number % 2 == 0:
+            raise OSError("now and then")
+
+    tasks = ShuffledTasks([ToyTask("only")])
+    loop = make(
+        Worlds(fault),
+        tasks,
+        group_size=1,
+        min_valid=1,
+        groups_per_batch=6,
+        max_concurrent=1,
+        retries=0,
+        quarantine_after=2,
+        max_failed_groups=2,
+    )
+    (batch,) = collect(loop)
+    assert [g.index for g in batch.groups] == [1, 3, 5, 7, 9, 11]
+    assert batch.counts["groups/dropped_invalid"] == 6
+    assert loop.state()["quarantined"] == []
+
+
+def test_cancelled_collect_starts_nothing_extra():
+    async def run():
+        worlds = Worlds(lambda env, at: asyncio.sleep(0.03) if at == "reset" else None)
+        async with make(worlds) as loop:
+            for _ in range(3):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(loop.collect(), 0.005)
+            batch = await loop.collect()
+            assert [g.index for g in batch.groups] == [0, 1] and len(worlds.made) == 6
+
+    asyncio.run(run())
 
 
 def test_overlong_prompt_is_skipped_at_once_and_counted():
@@ -427,5 +466,7 @@ def test_staleness_is_that_of_the_oldest_action_token_of_valid_episodes():
     for context in group.episodes[0].contexts:
         context.versions[context.versions >= 0] = 3
     assert staleness(Group(0, "t", "g", group.episodes[:1]), 4) == 1
+    invalid = dataclasses.replace(group.episodes[1], valid=False)
+    assert staleness(Group(0, "t", "g", (group.episodes[0], invalid)), 4) == 1
     assert staleness(Group(0, "t", "g", ()), 4) == 0
     assert np.all(group.episodes[0].contexts[0].versions >= -1)

@@ -138,6 +138,7 @@ def test_malformed_action_is_told_and_counted():
         (Limits(max_turns=3), [command("ls")], "turns", 3),
         (Limits(max_context_tokens=59), [command("ls")], "context", 2),
         (Limits(max_context_tokens=30), [[65] * 50], "context", 1),
+        (Limits(max_context_tokens=30, max_turns=1), [[65] * 50], "context", 1),
         (Limits(max_sampled_tokens=10), [command("ls")], "tokens", 3),
         (Limits(max_turn_tokens=5, end_on_long_turn=True), [[65] * 9], "tokens", 1),
         (Limits(max_turn_tokens=5, max_turns=2), [[65] * 9], "tokens", 2),

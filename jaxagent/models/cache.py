@@ -81,7 +81,7 @@ def write_rows(
         source = jnp.clip(source, 0, width - 1)
 
         def update(cached: jax.Array, fresh: jax.Array, axis: int) -> jax.Array:
-            corner = [slots[row], 0, 0, 0]
+            corner: list[int | jax.Array] = [slots[row], 0, 0, 0]
             corner[axis] = start
             shape = (1, *fresh.shape[1:])
             window = jax.lax.dynamic_slice(cached, corner, shape)

@@ -6,12 +6,12 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 import pytest
 
-from envs.sandboxes.base import Sandbox, SandboxUnavailable
+from envs.sandboxes.base import Sandbox, SandboxConfig, SandboxUnavailable
 from envs.sandboxes.local import LocalSandboxes
 from envs.tasks import FAMILIES, Task, generate
 from envs.tasks.procedural import DIFFICULTIES, Split, missing_programs
@@ -108,37 +108,55 @@ async def check(sandboxes: LocalSandboxes, task: Task) -> None:
     assert status == 1, (task.id, task.near_miss, outputs, status)
 
 
-def run(tasks: Sequence[Task]) -> None:
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """One event loop for the module: a factory of sandboxes belongs to one loop."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def sandboxes(runner: asyncio.Runner) -> Iterator[LocalSandboxes]:
+    factory = LocalSandboxes()
+
+    async def probe() -> None:
+        sandbox = await factory.create(SandboxConfig())
+        await sandbox.close()
+
+    try:
+        runner.run(probe())
+    except SandboxUnavailable as error:
+        assert not os.environ.get("CI"), error
+        pytest.skip(str(error))
+    yield factory
+    runner.run(factory.close())
+
+
+def needs_programs(family: str) -> None:
+    if family in MISSING:
+        message = f"{family} needs {', '.join(MISSING[family])}"
+        assert not os.environ.get("CI"), message
+        pytest.skip(message)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_passes_and_nothing_and_near_miss_fail(
+    family: str, runner: asyncio.Runner, sandboxes: LocalSandboxes
+) -> None:
+    needs_programs(family)
+
     async def main() -> None:
         slots = asyncio.Semaphore(CONCURRENCY)
-        sandboxes = LocalSandboxes()
 
         async def one(task: Task) -> None:
             async with slots:
                 await check(sandboxes, task)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for task in tasks:
-                    group.create_task(one(task))
-        finally:
-            await sandboxes.close()
+        async with asyncio.TaskGroup() as group:
+            for task in some_tasks(family):
+                group.create_task(one(task))
 
-    try:
-        asyncio.run(main())
-    except* SandboxUnavailable as errors:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(errors.exceptions[0]))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_reference_passes_and_nothing_and_near_miss_fail(family: str) -> None:
-    if family in MISSING:
-        message = f"{family} needs {', '.join(MISSING[family])}"
-        assert not os.environ.get("CI"), message
-        pytest.skip(message)
-    run(some_tasks(family))
+    runner.run(main())
 
 
 CHEATS = {
@@ -158,27 +176,17 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_cheats_fail(cheat: str) -> None:
+def test_cheats_fail(cheat: str, runner: asyncio.Runner, sandboxes: LocalSandboxes) -> None:
     family, command = CHEATS[cheat]
-    if family in MISSING:
-        pytest.skip(f"{family} needs {', '.join(MISSING[family])}")
+    needs_programs(family)
 
     async def main() -> None:
-        sandboxes = LocalSandboxes()
-        try:
-            for seed in range(2):
-                task = generate(family, seed)
-                words = task.solution[0].replace("<", " ").split()
-                names = {"new": words[-1], "out": words[-1]}
-                names |= {"old": words[1], "source": next(iter(task.files)).split("/")[-1]}
-                status, _ = await attempt(sandboxes, task, (command.format(**names),))
-                assert status == 1, (task.id, command)
-        finally:
-            await sandboxes.close()
+        for seed in range(2):
+            task = generate(family, seed)
+            words = task.solution[0].replace("<", " ").split()
+            names = {"new": words[-1], "out": words[-1]}
+            names |= {"old": words[1], "source": next(iter(task.files)).split("/")[-1]}
+            status, _ = await attempt(sandboxes, task, (command.format(**names),))
+            assert status == 1, (task.id, command)
 
-    try:
-        asyncio.run(main())
-    except SandboxUnavailable as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+    runner.run(main())

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from jaxagent.credit.base import Credit, assign
 from jaxagent.data.batch import Batch
+from jaxagent.data.kinds import Kind
 from jaxagent.data.packing import TruncationMode, first_fit, pack
 from jaxagent.episodes.episode import Episode
 from jaxagent.models.config import ModelConfig
@@ -124,6 +126,17 @@ class Learner:
             batch, credited = self._assign(batch)
         state, metrics = self._update(state, batch)
         return state, {**metrics, **credited}
+
+    def logprob_gap(self, episodes: Sequence[Episode]) -> float:
+        """Largest |trainer - sampler| log-prob of ACTION tokens that the present weights drew."""
+        largest = 0.0
+        for start in range(0, len(episodes), self.shapes.episodes):
+            batch = self.shapes.pack(episodes[start : start + self.shapes.episodes])
+            scored = np.asarray(self._score(self.state.params, batch))
+            actions = batch.kind == Kind.ACTION
+            gap = np.abs(scored - batch.behavior_logprobs)[actions]
+            largest = max(largest, float(gap.max(initial=0.0)))
+        return largest
 
     def warmup(self) -> None:
         """Compiles every shape, on empty batches and a copy of the state."""

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxagent.data.batch import Batch, action_mask, observation_mask
+from jaxagent.data.batch import Batch, action_mask, observation_mask, per_token
 from jaxagent.losses.base import Objective, Outputs, ratio, select
 from jaxagent.models.config import ModelConfig
 from jaxagent.models.logprobs import shift_logprobs
@@ -189,13 +189,14 @@ def place_batch(batch: Batch, mesh: Mesh) -> Batch:
 def diagnostics(logprobs: jax.Array, batch: Batch, version: jax.Array) -> dict[str, jax.Array]:
     """Metrics every run logs, whatever its objective.
 
-    ``rollout/logprob_gap_*``: |trainer - sampler| over tokens that the weights of this very
-    ``version`` drew, where only arithmetic can differ (0 where there is none:
-    ``rollout/current_tokens`` says).
+    ``rollout/logprob_gap_*``: |trainer - sampler| over episodes that the weights of this very
+    ``version`` drew from their first token on, where only arithmetic can differ (0 where
+    there is none: ``rollout/current_tokens`` says). A token drawn after a swap of weights
+    within its episode also saw keys and values of the weights before.
     """
     actions, seen = action_mask(batch), observation_mask(batch)
     gap = jnp.abs(select(actions, logprobs) - jnp.asarray(batch.behavior_logprobs))
-    current = actions & (jnp.asarray(batch.policy_versions) == version)
+    current = actions & per_token(batch, jnp.asarray(batch.versions) == version)
     age = version - jnp.asarray(batch.policy_versions)
     count = jnp.sum(actions)
     padding = jnp.asarray(batch.segment_ids) == 0

@@ -1,0 +1,360 @@
+"""The one place where jaxagent and envs meet: tasks, sandboxes, warm start, evaluation.
+
+Recipes build a ``Workbench`` and call its methods; nothing here knows a loss.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from envs.sandboxes.base import SandboxFactory
+from envs.sandboxes.local import LocalSandboxes
+from envs.tasks.procedural import FAMILIES, Split, generate
+from envs.tasks.task import Task
+from envs.terminal import TerminalEnv
+from jaxagent import losses
+from jaxagent.config import require
+from jaxagent.credit.base import Credit
+from jaxagent.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxagent.episodes.background import EventLoopThread
+from jaxagent.episodes.episode import Episode
+from jaxagent.episodes.loop import EpisodeLoop, LoopConfig
+from jaxagent.episodes.protocol import ActionProtocol, compact_protocol
+from jaxagent.episodes.rollout import Limits
+from jaxagent.episodes.scripted import demonstrate
+from jaxagent.models.config import ModelConfig
+from jaxagent.models.transformer import Params, init
+from jaxagent.rollout.engine import Engine, EngineConfig
+from jaxagent.rollout.sampling import SamplingConfig
+from jaxagent.training.learner import Learner, Shapes
+from jaxagent.training.optimizer import Optimizer, learning_rate_schedule, muon
+from jaxagent.training.state import create_state
+from jaxagent.training.step import make_update
+
+FAMILIES_SMALL = (
+    "write_file",
+    "make_dir",
+    "move_file",
+    "copy_file",
+    "delete_file",
+    "append_line",
+    "replace_word",
+    "grep_lines",
+    "count_lines",
+    "sort_lines",
+    "set_mode",
+    "make_link",
+    "archive",
+    "find_content",
+    "follow_note",
+    "obey_note",
+)
+
+
+LIMITS = Limits(
+    max_turns=5,
+    max_turn_tokens=56,
+    max_context_tokens=256,
+    max_observation_tokens=64,
+    max_seconds=120.0,
+)
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Which tasks are trained on and evaluated."""
+
+    families: tuple[str, ...] = FAMILIES_SMALL
+    """Families of procedural tasks; docs/tasks.md lists them all."""
+    difficulty: int = 1
+    """1, 2 or 3."""
+    held_out: int = 256
+    """Number of held-out tasks, spread evenly over the families."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.families if name not in FAMILIES]
+        require(not unknown, f"tasks.families: unknown {', '.join(unknown)}; see docs/tasks.md")
+        require(len(self.families) > 0, "tasks.families is empty: name at least one family")
+        require(self.difficulty in (1, 2, 3), f"tasks.difficulty: {self.difficulty} is not 1-3")
+        require(self.held_out > 0, f"tasks.held_out must be positive, got {self.held_out}")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A small byte-level transformer, from scratch."""
+
+    hidden: int = 128
+    """Width of the residual stream."""
+    layers: int = 5
+    """Number of layers."""
+    mlp: int = 448
+    """Width of the MLP."""
+
+    def __post_init__(self) -> None:
+        require(self.hidden % 64 == 0, f"model.hidden must be a multiple of 64, got {self.hidden}")
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Supervised training on reference solutions, before any reinforcement."""
+
+    demonstrations: int = 1536
+    """Reference solutions, each really run in a sandbox."""
+    steps: int = 160
+    """Updates."""
+    episodes: int = 32
+    """Demonstrations in an update."""
+    learning_rate: float = 0.02
+    """Peak of Muon's learning rate."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.episodes <= self.demonstrations,
+            f"warm.episodes={self.episodes} must lie in 1..warm.demonstrations",
+        )
+        require(self.steps > 0, f"warm.steps must be positive, got {self.steps}")
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """The reinforcement phase, whatever its objective."""
+
+    steps: int = 80
+    """Updates."""
+    groups: int = 8
+    """Tasks in an update."""
+    group_size: int = 8
+    """Rollouts of a task."""
+    max_staleness: int = 1
+    """How many updates old an episode may be; 0 is synchronous and reproducible bit for bit."""
+    learning_rate: float = 1e-3
+    """Peak learning rate of AdamW."""
+    temperature: float = 1.0
+    """Of sampling, in training."""
+    max_concurrent: int = 64
+    """Episodes at once."""
+    evaluate_every: int = 20
+    """Updates between evaluations on held-out tasks; 0 for none in between."""
+    checkpoint_every: int = 20
+    """Updates between checkpoints."""
+
+    def __post_init__(self) -> None:
+        require(self.steps > 0, f"rl.steps must be positive, got {self.steps}")
+        require(self.group_size > 1, "rl.group_size must be at least 2: advantages need a group")
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Task ``i`` of an endless, seeded stream that takes the families in turn."""
+
+    families: tuple[str, ...]
+    difficulty: int
+    split: Split
+    first_seed: int
+
+    def __getitem__(self, index: int) -> Task:
+        round_, which = divmod(index, len(self.families))
+        family = self.families[which]
+        return generate(
+            family, self.first_seed + round_, difficulty=self.difficulty, split=self.split
+        )
+
+
+@dataclass
+class Workbench:
+    """A model size, a tokenizer, tasks and sandboxes that fit together.
+
+    Use as a context manager: environments live in ``thread``, and leaving closes every
+    sandbox.
+    """
+
+    tasks: TaskConfig
+    size: ModelSize
+    seed: int
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    limits: Limits = LIMITS
+
+    def __enter__(self) -> "Workbench":
+        self.thread = EventLoopThread()
+        self.sandboxes: SandboxFactory = LocalSandboxes()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.thread.run(self.sandboxes.close())
+        self.thread.close()
+
+    def __post_init__(self) -> None:
+        self.protocol: ActionProtocol = compact_protocol(self.tokenizer)
+        self.model = ModelConfig(
+            vocab_size=self.tokenizer.vocab_size,
+            hidden_size=self.size.hidden,
+            num_layers=self.size.layers,
+            num_heads=self.size.hidden // 32,
+            num_kv_heads=self.size.hidden // 64,
+            head_dim=32,
+            mlp_size=self.size.mlp,
+            qk_norm=True,
+        )
+
+    def training_tasks(self, part: int) -> Tasks:
+        """Streams with different ``part`` share no task; the warm start takes part 0."""
+        first = (self.seed * 64 + part) * 1_000_000
+        return Tasks(self.tasks.families, self.tasks.difficulty, "train", first)
+
+    def held_out_tasks(self) -> list[Task]:
+        """The same for every seed: no parameter of theirs occurs in any training task."""
+        stream = Tasks(self.tasks.families, self.tasks.difficulty, "heldout", 0)
+        return [stream[index] for index in range(self.tasks.held_out)]
+
+    def environment(self, task: Task) -> TerminalEnv:
+        return TerminalEnv(task, self.sandboxes)
+
+    def init_params(self) -> Params:
+        return init(jax.random.key(self.seed), self.model)
+
+    def demonstrations(
+        self, count: int, on_done: Callable[[int], None] = lambda done: None
+    ) -> list[Episode]:
+        """Runs reference solutions of training tasks in sandboxes and records them as episodes.
+
+        Raises RuntimeError when a reference does not solve its task here.
+        """
+
+        async def all_of_them() -> list[Episode]:
+            stream, gate, done = self.training_tasks(0), asyncio.Semaphore(8), 0
+
+            async def one(index: int) -> Episode:
+                nonlocal done
+                task = stream[index]
+                async with gate:
+                    episode = await demonstrate(
+                        self.environment(task),
+                        task.solution,
+                        self.protocol,
+                        self.limits,
+                        task_id=task.id,
+                    )
+                if not episode.valid or episode.reward < 1:
+                    why = episode.error or "its verifier says no"
+                    raise RuntimeError(f"the reference of {task.id} fails here: {why}")
+                done += 1
+                on_done(done)
+                return episode
+
+            return list(await asyncio.gather(*map(one, range(count))))
+
+        return self.thread.run(all_of_them())
+
+    def warm_start(
+        self,
+        config: WarmStart,
+        params: Params,
+        demonstrations: Sequence[Episode],
+        on_step: Callable[[int, Callable[[], float]], None] = lambda step, loss: None,
+    ) -> Params:
+        """Trains on ``demonstrations`` (actions, and a little on observations)."""
+        rates = {
+            peak: learning_rate_schedule(
+                peak, "linear", warmup_steps=min(20, config.steps // 4), total_steps=config.steps, end=0.1 * peak
+            )
+            for peak in (config.learning_rate, 3e-3)
+        }
+        optimizer = muon(rates[config.learning_rate], adam_learning_rate=rates[3e-3])
+        objective = losses.combine(
+            actions=(1.0, losses.supervised()), world=(0.1, losses.observation_prediction())
+        )
+        learner = self.learner(params, objective, optimizer, episodes=config.episodes)
+        rng, order = np.random.default_rng(self.seed), np.array([], np.int64)
+        for step in range(config.steps):
+            if len(order) < config.episodes:
+                order = np.concatenate([order, rng.permutation(len(demonstrations))])
+            chosen, order = order[: config.episodes], order[config.episodes :]
+            metrics = learner.learn([demonstrations[i] for i in chosen])
+            on_step(step + 1, lambda loss=metrics["actions/loss"]: float(loss))
+        return learner.params()
+
+    def learner(
+        self,
+        params: Params,
+        objective: losses.Objective,
+        optimizer: Optimizer,
+        *,
+        episodes: int,
+        credit: Credit | None = None,
+        scored_by: dict[str, Params] | None = None,
+        temperature: float = 1.0,
+    ) -> Learner:
+        row_length = self.limits.max_context_tokens
+        shapes = Shapes(
+            row_length=row_length,
+            rows=tuple(sorted({max(1, episodes // 4), max(1, episodes // 2), episodes})),
+            episodes=episodes,
+            turns=self.limits.max_turns,
+        )
+        return Learner(
+            create_state(params, optimizer, seed=self.seed),
+            make_update(self.model, objective, optimizer, temperature=temperature),
+            shapes,
+            self.model,
+            credit=credit,
+            scored_by=scored_by,
+            temperature=temperature,
+        )
+
+    @contextmanager
+    def engine(self, params: Params, slots: int) -> Iterator[Engine]:
+        """A warmed-up rollout engine."""
+        config = EngineConfig(
+            slots=slots,
+            max_len=self.limits.max_context_tokens,
+            prefill_buckets=(16, 64),
+            prefill_rows=(8, 32),
+            decode_block=8,
+        )
+        engine = Engine(params, self.model, config)
+        try:
+            engine.warmup()
+            yield engine
+        finally:
+            engine.close()
+
+    def episode_loop(
+        self,
+        engine: Engine,
+        tasks: Tasks | Sequence[Task],
+        config: LoopConfig,
+        temperature: float,
+        *,
+        version: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ) -> EpisodeLoop:
+        return EpisodeLoop(
+            engine,
+            tasks,
+            self.environment,
+            self.protocol,
+            SamplingConfig(temperature=temperature, max_new_tokens=self.limits.max_turn_tokens),
+            config,
+            self.limits,
+            version=version,
+            state=state,
+        )
+
+    def evaluate(
+        self, engine: Engine, tasks: Sequence[Task], *, temperature: float = 1.0
+    ) -> list[Episode]:
+        """One episode a task with the engine's present weights; invalid ones are left out."""
+        config = LoopConfig(
+            group_size=1, groups_per_batch=len(tasks), min_valid=1, max_concurrent=64, seed=1
+        )
+
+        async def all_of_them() -> list[Episode]:
+            async with self.episode_loop(engine, tasks, config, temperature) as loop:
+                return list((await loop.collect()).episodes)
+
+        return self.thread.run(all_of_them())

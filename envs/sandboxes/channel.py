@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_FRAME_BYTES = 4 << 20
-GO = "go\n"
+# Tells the supervisor to start the shell again. A shell that is alive after all (the frame
+# that said otherwise was forged) runs this line, and so gives itself away.
+GO = ": go; command printf 'Ethe shell had not ended\\0' >&3\n"
 
-# $1...: the shell to run. A line other than "go" (a command that raced with the end of the
+# $1...: the shell to run. A line other than GO (a command that raced with the end of the
 # shell) is skipped; the host sends it again. End of file: the host is gone.
 # The shell that waits says "Killed" on its own stderr, so that is not the control stream.
 SUPERVISOR = r"""
@@ -31,7 +33,7 @@ while :; do
   printf 'X%s\0' "$?" >&3
   while :; do
     IFS= read -r line || exit 0
-    [ "$line" = go ] && break
+    case $line in ": go"*) break ;; esac
   done
 done
 """
@@ -52,7 +54,7 @@ PRELUDE = (
     '_jx_rc() { return "$1"; }; '
     "_jx_done() { _jx_s=$2; "
     '{ command printf \'D%s\\0%s\\0%s\\0\' "$1" "$2" "$PWD"; '
-    "export -p; command printf '\\0'; } >&3; }; _jx_s=0\n"
+    "command export -p; command printf '\\0'; } >&3; }; _jx_s=0\n"
 )
 
 
@@ -163,7 +165,7 @@ def run_line(command_id: str, command: str) -> str:
     """
     return (
         f"command printf 'S%s\\0' {command_id} >&3; _jx_rc \"$_jx_s\"; "
-        f"eval {quote(command)} </dev/null >&4 2>&1 3>&- 4>&-; "
+        f"command eval {quote(command)} </dev/null >&4 2>&1 3>&- 4>&-; "
         f"_jx_done {command_id} $?\n"
     )
 
@@ -171,7 +173,7 @@ def run_line(command_id: str, command: str) -> str:
 def state_line(command_id: str, state: ShellState) -> str:
     """The request line that brings a fresh shell to ``state``."""
     script = f"{state.exports}\ncd -- {quote_plain(state.cwd)} || cd /\n"
-    return f"eval {quote(script)} </dev/null 3>&- 4>&-; _jx_done {command_id} 0\n"
+    return f"command eval {quote(script)} </dev/null 3>&- 4>&-; _jx_done {command_id} 0\n"
 
 
 def quote_plain(text: str) -> str:

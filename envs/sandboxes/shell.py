@@ -35,6 +35,7 @@ from envs.sandboxes.channel import (
 from envs.sandboxes.output import OutputBuffer
 
 START_SECONDS = 60.0
+RESPAWN_SECONDS = 10.0
 DRAIN_SECONDS = 2.0
 MAX_EXPORT_BYTES = 256 << 10
 
@@ -70,6 +71,10 @@ class _Shell:
     channel: Channel
     parser: FrameParser
     alive: bool = True
+
+
+class _NoShell(Exception):
+    """The supervisor lives, but no shell under it answers."""
 
 
 class ShellSession:
@@ -196,7 +201,7 @@ class ShellSession:
                         case ShellEnded(status):
                             shell.alive = False
                         case Failed(message):
-                            raise SandboxDied(message)
+                            raise ChannelCorrupt(message)
                 if not shell.alive:
                     break
             if begun:
@@ -269,8 +274,8 @@ class ShellSession:
         shell = _Shell(await self._machine.start(), FrameParser())
         self._shell = shell
         try:
-            await self._handshake(shell, PRELUDE, state, None)
-        except (SandboxDied, ChannelCorrupt) as error:
+            await self._handshake(shell, PRELUDE, state, None, START_SECONDS)
+        except (SandboxDied, ChannelCorrupt, _NoShell) as error:
             await self._discard()
             detail = shell.parser.leftover or str(error)
             raise SandboxError(f"the sandbox's shell did not start: {detail}") from error
@@ -278,15 +283,31 @@ class ShellSession:
         return shell
 
     async def _respawn(self, shell: _Shell, buffer: OutputBuffer | None = None) -> None:
+        """A new shell under the same supervisor; failing that, a new supervisor.
+
+        The agent's other processes live on in the first case only.
+        """
         shell.alive = True
-        await self._handshake(shell, GO + PRELUDE, self.state, buffer)
+        try:
+            await self._handshake(shell, GO + PRELUDE, self.state, buffer, RESPAWN_SECONDS)
+        except (ChannelCorrupt, _NoShell):
+            shell.channel.close()
+            await self._machine.kill()
+            fresh = await self._open(self.state)
+            shell.channel, shell.parser, shell.alive = fresh.channel, fresh.parser, True
+            self._shell = shell
 
     async def _handshake(
-        self, shell: _Shell, opening: str, state: ShellState, buffer: OutputBuffer | None
+        self,
+        shell: _Shell,
+        opening: str,
+        state: ShellState,
+        buffer: OutputBuffer | None,
+        seconds: float,
     ) -> None:
         command_id = f"i{next(self._ids)}"
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(seconds):
                 await self._write(shell, opening + state_line(command_id, state))
                 while True:
                     for frame in await self._read(shell, buffer):
@@ -294,11 +315,11 @@ class ShellSession:
                             case Done(id) if id == command_id:
                                 return
                             case ShellEnded(status):
-                                raise SandboxDied(f"the shell ended at once, status {status}")
+                                raise _NoShell(f"the shell ended at once, status {status}")
                             case Failed(message):
-                                raise SandboxDied(message)
+                                raise _NoShell(message)
         except TimeoutError:
-            raise SandboxDied(f"no shell after {START_SECONDS:.0f} s") from None
+            raise _NoShell(f"no shell after {seconds:.0f} s") from None
 
     async def _write(self, shell: _Shell, line: str) -> None:
         # The end of the streams, read next, tells the same with the reason.

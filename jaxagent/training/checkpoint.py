@@ -58,7 +58,8 @@ class Checkpoints:
 
         Returns once the arrays are copied off the device, so the state may be donated at
         once; the files are written in the background. Waits for the save before it, and
-        raises what that one failed with. Raises ValueError when ``host`` is not JSON.
+        raises what that one failed with. A step that is saved already is left as it is.
+        Raises ValueError when ``host`` is not JSON.
         """
         step = int(state.step)
         try:
@@ -67,7 +68,7 @@ class Checkpoints:
             raise ValueError(f"host state must be plain JSON values: {error}") from None
         envelope = {"format": FORMAT, "arrays": _describe(state), "host": blob}
         if step in self._manager.all_steps():
-            # Saved already (a run that stops right after its interval): nothing has changed.
+            # A run that stops right after its interval: nothing has changed.
             return step
         self._manager.save(
             step,

@@ -46,19 +46,21 @@ def create_state(
         raise ValueError("create_state with a mesh needs config=..., which names the shardings")
 
     def build(params: Params) -> TrainState:
+        # A real copy: what jit merely passes through would share the caller's buffers.
+        params = jax.tree.map(lambda x: jnp.copy(x).astype(jnp.float32), params)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params=jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params),
+            params=params,
             opt_state=optimizer.init(params),
             rng=jax.random.key_data(jax.random.key(seed)),
         )
 
     if mesh is None or config is None:
-        return jax.tree.map(jnp.array, build(params))
+        state: TrainState = jax.jit(build)(params)
+        return state
     shardings = state_shardings(jax.eval_shape(build, params), config, mesh)
-    # Through host memory only where a leaf is a NumPy array; never aliases its input.
-    copied = jax.tree.map(jnp.array, jax.device_put(params, shardings.params))
-    state: TrainState = jax.jit(build, out_shardings=shardings)(copied)
+    placed = jax.device_put(params, shardings.params)
+    state = jax.jit(build, out_shardings=shardings)(placed)
     return state
 
 

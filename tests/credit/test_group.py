@@ -112,6 +112,35 @@ def test_shift_and_order_do_not_matter(laid: Any) -> None:
     np.testing.assert_allclose(moved[0], base[order], rtol=1e-6)
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("seed", range(4))
+def test_random_packed_batches_match_numpy(seed: int) -> None:
+    episodes = random_episodes(seed, groups=4, group_size=4, max_contexts=2, invalid=0.3)
+    order = np.random.default_rng(seed).permutation(len(episodes))
+    episodes = [episodes[i] for i in order]
+    batch: Any = pack(episodes, buckets=(64,))
+    batch = batch.replace(rewards=batch.rewards.astype(float), advantages=batch.advantages * 1.0)
+    for transform, formula in (
+        (credit.group_relative(), lambda r, own: (r - own.mean()) / (own.std(ddof=1) + 1e-6)),
+        (credit.leave_one_out(), lambda r, own: r - (own.sum() - r) / (own.size - 1)),
+    ):
+        found = np.asarray(credit.assign(transform, batch)[0].advantages)
+        for index, episode in enumerate(episodes):
+            group = [
+                np.float32(e.reward).item()
+                for e in episodes
+                if e.valid and e.group_id == episode.group_id
+            ]
+            if not episode.valid:
+                assert not (batch.episode_ids == index).any()
+                continue
+            own = found[(batch.episode_ids == index) & (batch.kind == A)]
+            reward = np.float32(episode.reward).item()
+            wanted = formula(reward, np.asarray(group)) if len(group) > 1 else 0.0
+            assert own.size == episode.num_action_tokens
+            np.testing.assert_allclose(own, wanted, rtol=1e-6, atol=1e-7)
+
+
 def test_contexts_of_an_episode_count_once_and_share_its_advantage() -> None:
     episodes = random_episodes(2, groups=1, group_size=3, max_contexts=3)
     batch, _ = credit.assign(credit.group_relative(), pack(episodes, buckets=(64,)))

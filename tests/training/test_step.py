@@ -127,15 +127,16 @@ def test_gradient_is_that_of_each_context_alone() -> None:
         tokens[index, : len(where)] = packed.tokens[row, where]
     segments = np.stack([np.arange(packed.row_length) < len(w) for _, w in spots]).astype(np.int32)
     positions = np.broadcast_to(np.arange(packed.row_length, dtype=np.int32), tokens.shape)
-    rows, columns = (
-        np.concatenate(x) for x in zip(*[(w * 0 + r, w) for r, w in spots], strict=True)
-    )
+    rows = np.concatenate([np.full_like(where, row) for row, where in spots])
+    columns = np.concatenate([where for _, where in spots])
+    inputs = [jnp.asarray(x) for x in (tokens, positions, segments)]
 
     def alone(weights: Any) -> Any:
-        found = shifted_logprobs(weights, CONFIG, tokens, positions, segments, entropy=True)
+        found = shifted_logprobs(weights, CONFIG, *inputs, entropy=True)
+        assert found.entropy is not None
         laid = {
             name: jnp.zeros(packed.tokens.shape).at[rows, columns].set(value[segments > 0])
-            for name, value in zip(("logprobs", "entropy"), found, strict=True)
+            for name, value in (("logprobs", found.logprobs), ("entropy", found.entropy))
         }
         return OBJECTIVES["balance"](laid, packed)[0]
 

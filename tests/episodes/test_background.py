@@ -64,7 +64,11 @@ def test_errors_cross_threads():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_returns_control_with_everything_closed(number):
-    worlds = Worlds()
+    def fault(env, stage):
+        if stage == "reset" and env.number == 1:
+            os.kill(os.getpid(), number)
+
+    worlds = Worlds(fault)
     engine = FakeEngine(keyed_policy)
     engine.hang = True
     before = signal.getsignal(number)
@@ -72,9 +76,6 @@ def test_signal_returns_control_with_everything_closed(number):
         LoopThread(lambda: loop_of(worlds, engine)) as loop,
         graceful_signals(loop.request_stop) as stop,
     ):
-        loop._thread.loop.call_soon_threadsafe(
-            loop._thread.loop.call_later, 0.05, os.kill, os.getpid(), number
-        )
         with pytest.raises(LoopStopped):
             loop.collect()
         assert stop.requested and stop.signal == number

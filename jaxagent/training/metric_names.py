@@ -62,15 +62,15 @@ tasks/skipped | tasks | quarantined tasks that came up and were passed over
 environments/close_failed | environments | environments whose close failed or took too long
 rollout/tokens_per_second | tokens/s | sampled tokens over the wall time of the step
 rollout/current_tokens | tokens | ACTION tokens drawn by the very weights that are updated
-rollout/logprob_gap | nats | mean absolute difference between sampler and trainer log-probs
-rollout/logprob_gap_mean | nats | the same, over the tokens drawn by the current weights
-rollout/logprob_gap_max | nats | its largest value
+rollout/logprob_gap_mean | nats | mean difference of sampler and trainer log-probs on those tokens
+rollout/logprob_gap_max | nats | the largest such difference
 rollout/staleness_mean | versions | mean age of an ACTION token, in updates
 rollout/staleness_max | versions | largest age of an ACTION token, in updates
 engine/tokens | tokens | tokens sampled since the engine started
 engine/prefill_tokens | tokens | tokens prefilled since the engine started
+engine/copies | sessions | prompts copied from a session that had prefilled them
 engine/evictions | sessions | idle sessions that lost their slot
-engine/compilations | count | compilations since the warm-up; must stay 0
+engine/compilations | count | programs the engine compiled since its warm-up; must stay 0
 learner/compilations | count | shapes compiled for the update; must not grow after the warm-up
 time/step | s | wall time from one update to the next
 time/wait | s | time the learner waited for episodes

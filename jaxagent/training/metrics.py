@@ -104,6 +104,16 @@ def episode_metrics(collected: Collected, *, version: int | None = None) -> dict
     }
 
 
+def engine_metrics(stats: Mapping[str, float]) -> dict[str, float]:
+    """``Engine.stats()`` under the table's names; counts since the engine started."""
+    names = ("tokens", "prefill_tokens", "copies", "evictions")
+    compilations = stats["compilations"] - stats["compilations_in_warmup"]
+    return {
+        **{f"engine/{name}": float(stats[name]) for name in names},
+        "engine/compilations": float(compilations),
+    }
+
+
 class MetricsWriter:
     """Writes ``<directory>/metrics.jsonl`` and, on request, TensorBoard files beside it.
 

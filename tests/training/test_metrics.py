@@ -12,6 +12,7 @@ from jaxagent.data.kinds import Kind
 from jaxagent.episodes.episode import Context, Episode
 from jaxagent.episodes.groups import Group
 from jaxagent.episodes.loop import Collected
+from jaxagent.rollout.stats import Stats
 from jaxagent.training import metrics as metrics_module
 from jaxagent.training.metric_names import (
     METRICS,
@@ -20,7 +21,12 @@ from jaxagent.training.metric_names import (
     find_metric,
     metrics_markdown,
 )
-from jaxagent.training.metrics import MetricsWriter, episode_metrics, read_metrics
+from jaxagent.training.metrics import (
+    MetricsWriter,
+    engine_metrics,
+    episode_metrics,
+    read_metrics,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,6 +94,15 @@ def test_episode_metrics():
 def test_no_episode_gives_zeros_never_nan():
     found = episode_metrics(Collected((), 0, {}, 0.0))
     assert set(found.values()) == {0.0}
+
+
+def test_engine_metrics_are_named_and_count_from_the_warm_up():
+    stats = Stats(tokens=5, copies=2, compilations=7, compilations_in_warmup=6).as_dict()
+    found = engine_metrics(stats)
+    assert (found["engine/tokens"], found["engine/copies"]) == (5, 2)
+    assert found["engine/compilations"] == 1
+    for name in found:
+        find_metric(name)
 
 
 def test_docs_page_is_the_table():

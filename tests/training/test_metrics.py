@@ -1,3 +1,4 @@
+import ast
 import asyncio
 import json
 import re
@@ -122,6 +123,25 @@ def test_names_in_the_code_are_in_the_table():
     assert len(found) > 40
     for name in sorted(found):
         find_metric(name)
+
+
+def test_metrics_of_losses_are_in_the_table():
+    """Every literal key that a loss puts in its ``metrics`` has its ``<term>/...`` entry."""
+    found = set()
+    for path in (ROOT / "jaxagent/losses").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Assign):
+                continue
+            (target,) = node.targets
+            keys = []
+            if isinstance(target, ast.Name) and isinstance(node.value, ast.Dict):
+                keys = node.value.keys if target.id == "metrics" else []
+            elif isinstance(target, ast.Subscript) and ast.unparse(target.value) == "metrics":
+                keys = [target.slice]
+            found |= {key.value for key in keys if isinstance(key, ast.Constant)}
+    assert {"clip_fraction", "dual_clip_fraction", "k1"} <= found
+    for name in sorted(found - {"loss"}):
+        assert f"<term>/{name}" in METRICS, f"add <term>/{name} to METRICS"
 
 
 def test_unknown_names_fail_with_a_hint(tmp_path):

@@ -9,13 +9,10 @@ same directory takes a few milliseconds and trusts nothing that ran before.
 import asyncio
 import fcntl
 import os
-import resource
 import secrets
-import signal
-import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections import deque
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -30,113 +27,21 @@ from envs.sandboxes.base import (
 from envs.sandboxes.channel import START, SUPERVISOR, ShellState
 from envs.sandboxes.defaults import shell_environment
 from envs.sandboxes.etc import build_etc
-from envs.sandboxes.pipes import PipeChannel
+from envs.sandboxes.local_machine import JOIN, LocalMachine, limits_script
+from envs.sandboxes.local_roots import (
+    Place,
+    make_base,
+    make_directories,
+    make_root,
+    reap_orphans,
+    uid_range,
+)
 from envs.sandboxes.shell import ShellSession
 
 Isolation = Literal["bwrap", "unshare"]
 
-OPEN_FILES = 1024
-# Host user ids for sandboxes made by root: outside every range that distributions hand out.
-FIRST_UID = 1_879_100_000
-UIDS = 60_000
-
-# Joins the control groups given before "--", volunteers for the kernel's out-of-memory
-# killer before anything of the host, and becomes the rest.
-_JOIN = """
-while [ "$1" != -- ]; do echo 0 >"$1/cgroup.procs" || exit 97; shift; done
-shift
-echo 500 >/proc/self/oom_score_adj
-exec "$@"
-"""
-
-
-class LocalMachine:
-    """The PID namespace of one sandbox (``shell.Machine``)."""
-
-    def __init__(self, argv: Sequence[str], groups: list[Path]) -> None:
-        self._argv = argv
-        self._groups = groups
-        self._monitor: subprocess.Popen[bytes] | None = None
-        self._pidfds: list[int] = []
-
-    async def start(self) -> PipeChannel:
-        try:
-            # Spawned through vfork (no preexec_fn): its cost does not grow with this
-            # process, and no thread's lock is taken in the child.
-            self._monitor = subprocess.Popen(
-                self._argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                cwd="/",
-                env={"PATH": namespaces.HOST_PATH},
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise SandboxError(f"cannot start a sandbox: {error}") from error
-        monitor = self._monitor
-        assert monitor.stdin and monitor.stdout and monitor.stderr
-        self._pidfds = [os.pidfd_open(monitor.pid)]
-        return PipeChannel(monitor.stdin, monitor.stdout, monitor.stderr)
-
-    def started(self) -> None:
-        """Notes PID 1 of the namespace: the only child of the monitor."""
-        assert self._monitor is not None
-        pid = self._monitor.pid
-        with suppress(OSError, ValueError, IndexError):
-            child = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-            self._pidfds.append(os.pidfd_open(child))
-
-    @property
-    def monitor_pid(self) -> int | None:
-        return None if self._monitor is None else self._monitor.pid
-
-    def kill_soon(self) -> None:
-        # PID 1 first; the monitor, killed, would take it along, but later.
-        for pidfd in reversed(self._pidfds):
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-
-    async def kill(self) -> None:
-        monitor = self._monitor
-        if monitor is None:
-            return
-        if len(self._pidfds) == 1:
-            self.started()
-        self.kill_soon()
-        for pidfd in self._pidfds:
-            await _exited(pidfd)
-        # PID 1 is reaped only after everything else in its namespace.
-        while monitor.poll() is None:
-            await asyncio.sleep(0.001)
-        for pidfd in self._pidfds:
-            os.close(pidfd)
-        self._pidfds = []
-        self._monitor = None
-
-    async def cause_of_death(self) -> str:
-        killed = cgroups.oom_kills(self._groups)
-        await self.kill()
-        if killed:
-            return "the sandbox's supervisor ended: out of memory"
-        return "the sandbox's supervisor was killed from outside"
-
-
-async def _exited(pidfd: int) -> None:
-    """Waits until the process behind a pidfd has ended."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not done.done():
-            done.set_result(None)
-
-    loop.add_reader(pidfd, wake)
-    try:
-        await done
-    finally:
-        loop.remove_reader(pidfd)
+# Private roots made ahead: on a disk the two dozen directories cost more than the namespaces.
+SPARE_ROOTS = 4
 
 
 class LocalSandbox:
@@ -254,8 +159,9 @@ class LocalSandboxes:
         self._opening = asyncio.Lock()
         self._sandboxes: set[LocalSandbox] = set()
         self._count = 0
+        self._spare: deque[asyncio.Task[Place]] = deque()
         self._closed = False
-        self._uids = _uid_range()
+        self._uids = uid_range()
 
     @property
     def isolation(self) -> Isolation | None:
@@ -328,7 +234,7 @@ class LocalSandboxes:
             )
 
     def _take_directory(self) -> None:
-        _make_base(self._base, traversable=self._uids is not None)
+        make_base(self._base, traversable=self._uids is not None)
         reap_orphans(self._base)
         directory = Path(tempfile.mkdtemp(prefix="owner-", dir=self._base))
         directory.chmod(0o711)
@@ -342,23 +248,17 @@ class LocalSandboxes:
 
     async def _create(self, config: SandboxConfig) -> LocalSandbox:
         assert self._directory is not None
-        number = self._count
-        self._count += 1
-        directory = self._directory / f"sandbox-{number}"
         groups: list[Path] = []
         sandbox: LocalSandbox | None = None
+        place = await self._take_place()
         try:
-            directory.mkdir(mode=0o711)
-            uid = None if self._uids is None else self._uids[number % len(self._uids)]
-            owner = None if uid is None else (uid, uid)
-            mounts = namespaces.mount_points(self._etc)
-            root = directory / "root"
-            tree = files.Tree(root, mounts, owner)
-            _make_root(tree, config.workdir)
-            groups += self._make_groups(config, f"{self._directory.name}-{number}")
+            directory, tree, uid = place.directory, place.tree, place.uid
+            make_directories(tree, [config.workdir])
+            name = f"{self._directory.name}-{directory.name.rpartition('-')[2]}"
+            groups += self._make_groups(config, name)
             env = {**shell_environment(), **_IDENTITY, **config.env}
-            view = namespaces.View(root, self._etc, env)
-            start = _limits_script(config, self.enforced_by) + START + SUPERVISOR
+            view = namespaces.View(tree.root, self._etc, env)
+            start = limits_script(config, self.enforced_by) + START + SUPERVISOR
             argv = self._argv(view, ["/bin/sh", "-c", start, "sh"], uid, groups)
             machine = LocalMachine(argv, groups)
             session = ShellSession(machine, ShellState(config.workdir, ""), config.max_output_bytes)
@@ -371,10 +271,36 @@ class LocalSandboxes:
                 await sandbox.close()
             else:
                 cgroups.remove(groups)
-                files.remove_tree(directory)
+                files.remove_tree(place.directory)
             if isinstance(error, OSError):
                 raise SandboxError(f"cannot make a sandbox: {error}") from error
             raise
+
+    async def _take_place(self) -> Place:
+        """A private root made ahead; others are made in the background."""
+        loop = asyncio.get_running_loop()
+        while len(self._spare) <= SPARE_ROOTS:
+            number, self._count = self._count, self._count + 1
+            self._spare.append(loop.create_task(asyncio.to_thread(self._make_place, number)))
+        task = self._spare.popleft()
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._spare.appendleft(task)
+            raise
+        except OSError as error:
+            raise SandboxError(f"cannot make a sandbox's directory: {error}") from error
+
+    def _make_place(self, number: int) -> Place:
+        assert self._directory is not None
+        directory = self._directory / f"sandbox-{number}"
+        directory.mkdir(mode=0o711)
+        uid = None if self._uids is None else self._uids[number % len(self._uids)]
+        owner = None if uid is None else (uid, uid)
+        mounts = namespaces.mount_points(self._etc)
+        tree = files.Tree(directory / "root", mounts, owner)
+        make_root(tree)
+        return Place(directory, tree, uid)
 
     def _make_groups(self, config: SandboxConfig, name: str) -> list[Path]:
         how = self.enforced_by
@@ -396,7 +322,7 @@ class LocalSandboxes:
             prefix = namespaces.drop_to(uid, uid)
         except FileNotFoundError as error:
             raise SandboxUnavailable(str(error)) from error
-        return ["/bin/sh", "-c", _JOIN, "sh", *map(str, groups), "--", *prefix, *inner]
+        return ["/bin/sh", "-c", JOIN, "sh", *map(str, groups), "--", *prefix, *inner]
 
     async def copy(self, source: Path, target: Path) -> None:
         """Copies a private root, from inside a sandbox: a live agent can swap in links."""
@@ -405,11 +331,11 @@ class LocalSandboxes:
         scratch = directory / f"copy-{secrets.token_hex(4)}"
         owner = None if uid is None else (uid, uid)
         tree = files.Tree(scratch, namespaces.mount_points(self._etc), owner)
-        _make_root(tree, "/from")
-        for made in (target, scratch / "to"):
-            made.mkdir(mode=0o755)
-            if uid is not None:
-                os.chown(made, uid, uid)
+        await asyncio.to_thread(make_root, tree)
+        make_directories(tree, ["from", "to"])
+        target.mkdir(mode=0o755)
+        if uid is not None:
+            os.chown(target, uid, uid)
         view = namespaces.View(
             scratch, self._etc, shell_environment(), [(source, "from", False), (target, "to", True)]
         )
@@ -440,6 +366,8 @@ class LocalSandboxes:
         """Closes every sandbox and removes this owner's directory. Idempotent."""
         self._closed = True
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes)))
+        await asyncio.gather(*self._spare, return_exceptions=True)
+        self._spare.clear()
         if self._directory is not None:
             await asyncio.to_thread(files.remove_tree, self._directory)
             self._directory = None
@@ -455,107 +383,3 @@ _IDENTITY = {
     "SHELL": "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh",
     "PATH": namespaces.HOST_PATH,
 }
-
-
-def _limits_script(config: SandboxConfig, how: dict[str, str]) -> str:
-    """Shell code that lowers this process's limits or says what would not be lowered."""
-    limits = [("-c", 0, resource.RLIMIT_CORE, 1), ("-n", OPEN_FILES, resource.RLIMIT_NOFILE, 1)]
-    if config.max_file_mb is not None:
-        # POSIX: -f counts in blocks of 512 bytes.
-        limits.append(("-f", config.max_file_mb << 11, resource.RLIMIT_FSIZE, 512))
-    if config.memory_mb is not None and how["memory_mb"] != "cgroup":
-        limits.append(("-d", config.memory_mb << 10, resource.RLIMIT_DATA, 1024))
-    lines = []
-    for option, value, kind, unit in limits:
-        hard = resource.getrlimit(kind)[1]
-        if hard != resource.RLIM_INFINITY:
-            value = min(value, hard // unit)
-        lines.append(f"ulimit {option} {value} || exit_limit {option}")
-    if config.max_processes is not None and how["max_processes"] != "cgroup":
-        count = config.max_processes
-        # bash says -u, dash and busybox -p (which in bash is the read-only pipe size).
-        lines.append(f"ulimit -u {count} || ulimit -p {count} || exit_limit -u")
-    body = "\n".join(lines)
-    fail = r"""exit_limit() { printf 'Eulimit %s failed\0' "$1" >&2; exit 1; }"""
-    return f"{fail}\nexec 9>&2 2>/dev/null\n{body}\nexec 2>&9 9>&-\n"
-
-
-def _uid_range() -> range | None:
-    """Unprivileged host users for the sandboxes of root; None for an ordinary user."""
-    if os.getuid() != 0:
-        return None
-    mapped = [
-        (int(first), int(count))
-        for first, _, count in map(str.split, Path("/proc/self/uid_map").read_text().splitlines())
-    ]
-    for start, length in ((FIRST_UID, UIDS), (60_000, 500)):
-        if any(first <= start and start + length <= first + count for first, count in mapped):
-            return range(start, start + length)
-    return None
-
-
-def _make_root(tree: files.Tree, workdir: str) -> None:
-    """Makes the private root: mount points, home, temporary directories, ``workdir``."""
-    names = [*tree.read_only, "home/agent", "tmp", "var/tmp", "var/log", "run", "opt", "srv"]
-    made = [tree.root]
-    for name in (*names, workdir.strip("/")):
-        path = tree.root
-        for part in PurePosixPath(name).parts:
-            path = path / part
-            if path not in made:
-                made.append(path)
-    for path in made:
-        path.mkdir()
-        if tree.owner is not None:
-            os.chown(path, *tree.owner)
-    for name in ("tmp", "var/tmp"):
-        (tree.root / name).chmod(0o1777)
-
-
-def _make_base(base: Path, traversable: bool) -> None:
-    """Makes or checks the directory shared by this user's owners."""
-    base.mkdir(mode=0o711, exist_ok=True, parents=True)
-    info = os.lstat(base)
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise SandboxUnavailable(f"{base} belongs to somebody else; pass another base_dir")
-    if traversable:
-        for directory in (base, *base.parents):
-            if not directory.stat().st_mode & stat.S_IXOTH:
-                raise SandboxUnavailable(
-                    f"{directory} is closed to other users, and root's sandboxes run as one: "
-                    "pass another base_dir"
-                )
-
-
-def reap_orphans(base: Path) -> list[str]:
-    """Removes what owners that are gone left below ``base``; returns their names.
-
-    An owner holds a lock for as long as it lives, so a lock that can be had is a dead one's.
-    """
-    reaped = []
-    for directory in base.glob("owner-*"):
-        try:
-            fd = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue  # Just being made, or just removed.
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _reap(directory)
-            reaped.append(directory.name)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(fd)
-    return reaped
-
-
-def _reap(directory: Path) -> None:
-    parents = directory / "cgroups"
-    for parent in parents.read_text().splitlines() if parents.exists() else []:
-        groups = list(Path(parent).glob(f"{directory.name}-*"))
-        for group in groups:
-            for pid in cgroups.processes(group):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        cgroups.remove(groups)
-    files.remove_tree(directory)

@@ -300,9 +300,7 @@ def run_recipe(
     return summary
 
 
-def show(
-    name: str, out: Path, bench: Workbench, summary: dict[str, Any], console: Console
-) -> None:
+def show(name: str, out: Path, bench: Workbench, summary: dict[str, Any], console: Console) -> None:
     """The picture, three episodes before and after, and the table."""
     metrics = read_metrics(out)
     held_out = {

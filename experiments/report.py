@@ -134,9 +134,7 @@ def changed_examples(
     pairs.sort(key=lambda pair: rank[is_success(pair[0]), is_success(pair[1])])
     # At most one example a family, as long as there are enough families.
     seen: set[str] = set()
-    first = [
-        p for p in pairs if not ((f := p[0].task_id.split("/")[0]) in seen or seen.add(f))
-    ]
+    first = [p for p in pairs if not ((f := p[0].task_id.split("/")[0]) in seen or seen.add(f))]
     return [*first, *(p for p in pairs if p not in first)][:count]
 
 

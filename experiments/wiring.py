@@ -260,7 +260,11 @@ class Workbench:
         """Trains on ``demonstrations`` (actions, and a little on observations)."""
         rates = {
             peak: learning_rate_schedule(
-                peak, "linear", warmup_steps=min(20, config.steps // 4), total_steps=config.steps, end=0.1 * peak
+                peak,
+                "linear",
+                warmup_steps=min(20, config.steps // 4),
+                total_steps=config.steps,
+                end=0.1 * peak,
             )
             for peak in (config.learning_rate, 3e-3)
         }

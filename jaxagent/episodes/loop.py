@@ -31,7 +31,7 @@ from jaxagent.episodes.loop_types import (
     LoopStopped,
     NoTasksLeft,
 )
-from jaxagent.episodes.protocol import ActionProtocol
+from jaxagent.episodes.protocol import ActionProtocol, check_notice
 from jaxagent.episodes.rollout import Limits, run_episode
 
 __all__ = [
@@ -86,6 +86,7 @@ class EpisodeLoop:
         self._sampling = sampling
         self._config = config
         self._limits = limits or Limits()
+        check_notice(protocol, self._limits.max_observation_tokens)
         self._rewrite = rewrite
         self._version = version
         state = state or {}

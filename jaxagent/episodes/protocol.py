@@ -224,6 +224,16 @@ def chatml_protocol(tokenizer: Tokenizer, *, system: str = INSTRUCTIONS) -> Acti
     )
 
 
+def check_notice(protocol: ActionProtocol, max_observation_tokens: int) -> None:
+    """Raises ValueError when the notice of a cut would not fit into an observation."""
+    needed = len(protocol.tokenizer.encode(protocol.on_cut(10**9)))
+    if needed > max_observation_tokens:
+        raise ValueError(
+            f"Limits.max_observation_tokens={max_observation_tokens} is too small for the notice "
+            f"of a cut, which takes {needed} tokens; raise it or shorten on_cut"
+        )
+
+
 Piece = tuple[list[int], Kind]
 
 

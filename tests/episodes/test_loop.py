@@ -448,6 +448,20 @@ def test_impossible_settings_are_named(config, message):
         LoopConfig(**config)
 
 
+def test_notice_that_does_not_fit_is_found_before_the_run():
+    wordy = dataclasses.replace(PROTOCOL, on_cut=lambda tokens: "x" * 40)
+    with pytest.raises(ValueError, match="max_observation_tokens=32 is too small .* 40 tokens"):
+        EpisodeLoop(
+            FakeEngine(keyed_policy),
+            Endless(),
+            Worlds(),
+            wordy,
+            Sampling(),
+            LoopConfig(),
+            Limits(max_observation_tokens=32),
+        )
+
+
 def test_shuffled_tasks_visit_each_task_once_a_pass():
     tasks = ShuffledTasks([ToyTask(str(i)) for i in range(7)], seed=1)
     passes = [[tasks[p * 7 + i].id for i in range(7)] for p in range(3)]

@@ -450,7 +450,7 @@ def test_impossible_settings_are_named(config, message):
 
 def test_notice_that_does_not_fit_is_found_before_the_run():
     wordy = dataclasses.replace(PROTOCOL, on_cut=lambda tokens: "x" * 40)
-    with pytest.raises(ValueError, match="max_observation_tokens=32 is too small .* 40 tokens"):
+    with pytest.raises(ValueError, match=r"max_observation_tokens=32 is too small .* 40 tokens"):
         EpisodeLoop(
             FakeEngine(keyed_policy),
             Endless(),

@@ -6,7 +6,7 @@ import re
 MAX_COLUMN = 4096
 MAX_ROWS_UP = 1000
 
-_PLAIN = re.compile(r"[^\x00-\x09\x0b-\x1f\x7f\x80-\x9f]*\Z")
+_PLAIN = re.compile(r"[^\x00-\x08\x0b-\x1f\x7f\x80-\x9f]*\Z")
 _TOKEN = re.compile(
     r"\x1b\[(?P<params>[0-?]*)(?P<middle>[ -/]*)(?P<final>[@-~])"  # CSI
     r"|\x1b[\]PX^_](?:[^\x07\x1b]|\x1b(?!\\))*(?:\x07|\x1b\\|\Z)"  # OSC, DCS, SOS, PM, APC
@@ -66,7 +66,7 @@ class _Screen:
             self.down(1, grow=True)
 
     def csi(self, params: str, final: str) -> None:
-        numbers = [int(n) if n.isdigit() else 0 for n in params.lstrip("?>=").split(";")]
+        numbers = [int(n[:6]) if n.isdigit() else 0 for n in params.lstrip("?>=").split(";")]
         first = min(numbers[0], MAX_COLUMN)
         count = max(1, first)
         if final == "A":

@@ -36,6 +36,10 @@ class AttachChannel:
         self._buffer = bytearray()
         self._ended = False
 
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
     async def write(self, data: bytes) -> None:
         view = memoryview(data)
         while view:

@@ -194,6 +194,11 @@ class Channel(Protocol):
         """Whether output written before a frame is readable once the frame is."""
         ...
 
+    @property
+    def ended(self) -> bool:
+        """Whether the control stream was read to its end: the supervisor is gone."""
+        ...
+
     async def write(self, data: bytes) -> None:
         """Sends request bytes. Raises ConnectionError when the other end is gone."""
         ...

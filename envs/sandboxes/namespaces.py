@@ -111,7 +111,7 @@ for name in sys sysrq-trigger irq bus; do
   [ ! -w "proc/$name" ] || mount -n --bind -o ro "proc/$name" "proc/$name" || fail "/proc/$name"
 done
 mkdir -p .host && pivot_root . .host && cd / || fail "changing the root"
-umount -l /.host && rmdir /.host || fail "leaving the old root"
+umount -n -l /.host && rmdir /.host || fail "leaving the old root"
 exec "$@"
 """
 

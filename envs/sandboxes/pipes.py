@@ -26,6 +26,10 @@ class PipeChannel:
         for file in self._files:
             os.set_blocking(file.fileno(), False)
 
+    @property
+    def ended(self) -> bool:
+        return self._ends[self._control]
+
     async def write(self, data: bytes) -> None:
         view = memoryview(data)
         while view:

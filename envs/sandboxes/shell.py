@@ -108,7 +108,7 @@ class ShellSession:
         self, command: str, timeout: float, env: dict[str, str] | None
     ) -> ExecResult:
         async def fresh() -> _Shell:
-            await self._discard()
+            await self._discard_living()
             first = self._first_state
             exports = "\n".join(filter(None, (first.exports, export_script(env or {}))))
             self._shell = await self._open(ShellState(first.cwd, exports))
@@ -124,7 +124,7 @@ class ShellSession:
         """Kills every process; the next command finds a new shell in the old state."""
         async with self._lock:
             self.check_alive()
-            await self._discard()
+            await self._discard_living()
 
     async def close(self) -> None:
         self._dead = self._dead or "the sandbox is closed"
@@ -334,6 +334,17 @@ class ShellSession:
         if buffer is not None:
             buffer.feed(output)
         return shell.parser.feed(control)
+
+    async def _discard_living(self) -> None:
+        """``_discard`` where a sandbox that died unnoticed must not come to life again."""
+        shell = self._shell
+        if shell is not None and not self._dirty:
+            shell.channel.read_ready()
+            if shell.channel.ended:
+                self._dead = await self._machine.cause_of_death()
+                await self._discard()
+                raise SandboxDied(self._dead)
+        await self._discard()
 
     async def _discard(self) -> None:
         """Kills everything inside and forgets the channel."""

@@ -1,7 +1,6 @@
 """What every backend's persistent shell does: state, output, time-outs, hostile commands."""
 
 import asyncio
-import os
 import resource
 import time
 
@@ -251,8 +250,6 @@ def test_a_fork_bomb_is_bounded(make: type[Shell]) -> None:
     assert sibling.out("echo fine", timeout=5) == "fine\n"
     assert bombed.out("echo over", timeout=10) == "over\n"
     bombed("i=0; while [ $i -lt 60 ]; do sleep 5 & i=$((i+1)); done", timeout=3)
-    if not bombed.backend.is_docker:
-        assert len(os.listdir("/proc")) > 0
     assert bombed.clean("echo clean", timeout=10).output == "clean\n"
 
 
@@ -283,11 +280,12 @@ def test_no_privilege(shell: Shell) -> None:
 def test_a_dead_sandbox_says_so_every_time(make: type[Shell]) -> None:
     new = make()
     new.backend.kill_from_outside(new.sandbox)
+    time.sleep(0.3)
+    with pytest.raises(SandboxDied):
+        new.clean("echo hi", timeout=5)
     for _ in range(2):
         with pytest.raises(SandboxDied):
             new("echo hi", timeout=5)
-    with pytest.raises(SandboxDied):
-        new.clean("echo hi", timeout=5)
     with pytest.raises(SandboxDied):
         new.write("/tmp/x", b"")
 

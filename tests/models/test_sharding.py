@@ -1,0 +1,113 @@
+"""One device against eight; the eight are forced host devices in a process of their own."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxagent.models.config import ModelConfig
+from jaxagent.models.sharding import logical_axes, make_mesh, param_shardings, shard_batch
+from jaxagent.models.transformer import param_shapes
+
+CONFIG = ModelConfig(
+    vocab_size=48,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_size=40,
+    qk_norm=True,
+    qkv_bias=True,
+    tie_embeddings=False,
+)
+
+EIGHT_DEVICES = """
+import sys
+from dataclasses import replace
+import jax
+import numpy as np
+from jaxagent.models.config import ModelConfig
+from jaxagent.models.logprobs import shifted_logprobs
+from jaxagent.models.sharding import (
+    batch_sharding, make_mesh, param_shardings, shard_batch, shard_params,
+)
+from jaxagent.models.transformer import init
+
+assert jax.device_count() == 8
+rng = np.random.default_rng(0)
+batch = {
+    "tokens": rng.integers(0, 48, (8, 11)).astype(np.int32),
+    "positions": np.tile([*range(6), *range(5)], (8, 1)).astype(np.int32),
+    "segment_ids": np.tile([1] * 6 + [2] * 3 + [0] * 2, (8, 1)).astype(np.int32),
+}
+weights = rng.normal(size=(8, 11)).astype(np.float32)
+
+def loss(config, params, batch):
+    found = shifted_logprobs(params, config, **batch, entropy=True, chunk=16)
+    return (weights * (found.logprobs + found.entropy)).sum(), found
+
+for tied, (data, fsdp, tensor) in ((True, (2, 2, 2)), (False, (1, 4, 2)), (False, (8, 1, 1))):
+    config = ModelConfig(48, 32, 2, 4, 2, 8, 40, qk_norm=True, tie_embeddings=tied, remat="full")
+    params = jax.tree.map(lambda x: 5 * x, init(jax.random.key(0), config))
+    grad = jax.value_and_grad(lambda p, b: loss(config, p, b), has_aux=True)
+    expected = jax.jit(grad)(params, batch)
+    mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+    sharded = shard_params(params, config, mesh)
+    embed = sharded["embed"].addressable_shards[0].data.shape
+    assert embed == (48 // tensor, 32 // fsdp), embed
+    placed = shard_batch(batch, mesh)
+    assert placed["tokens"].addressable_shards[0].data.shape[0] == 8 // (data * fsdp)
+    (value, found), gradients = jax.jit(grad)(sharded, placed)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        ((value, found), gradients),
+        expected,
+    )
+print("equal")
+"""
+
+
+def test_eight_devices_compute_what_one_does() -> None:
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-c", EIGHT_DEVICES],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("equal")
+
+
+def test_every_parameter_has_one_logical_name_an_axis() -> None:
+    names = logical_axes(CONFIG)
+    shapes = param_shapes(CONFIG)
+    is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
+    jax.tree.map(
+        lambda n, s: np.testing.assert_equal(len(n), len(s)), names, shapes, is_leaf=is_leaf
+    )
+    assert names["layers"]["down"] == ("layers", "mlp", "embed")
+
+
+def test_a_mesh_of_the_wrong_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="data=3, fsdp=5, tensor=1 needs 15 devices"):
+        make_mesh(data=3, fsdp=5)
+
+
+class FakeMesh:
+    shape = {"data": 1, "fsdp": 2, "tensor": 4}  # noqa: RUF012
+
+
+def test_what_does_not_divide_is_named_with_its_remedy() -> None:
+    with pytest.raises(ValueError, match=r"'k': kv_heads of 2 .* rule kv_heads=None"):
+        param_shardings(replace(CONFIG, qkv_bias=False), FakeMesh())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"batch\['a'\] has 3 rows.*pad the rows"):
+        shard_batch({"a": np.zeros((3, 2))}, FakeMesh())  # type: ignore[arg-type]

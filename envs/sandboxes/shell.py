@@ -339,7 +339,10 @@ class ShellSession:
         """``_discard`` where a sandbox that died unnoticed must not come to life again."""
         shell = self._shell
         if shell is not None and not self._dirty:
-            shell.channel.read_ready()
+            # Unread output counts for nothing now; past it may be the end.
+            for _ in range(64):
+                if not any(shell.channel.read_ready()):
+                    break
             if shell.channel.ended:
                 self._dead = await self._machine.cause_of_death()
                 await self._discard()

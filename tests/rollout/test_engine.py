@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import CancelledError
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -269,6 +270,20 @@ def test_length_and_context_stops(many):
         assert session.tokens == tokens
 
 
+@partial(jax.jit, static_argnums=1)
+def _mixture(row, switch):
+    """Log-probabilities of tokens 1.. where PARAMS fed the first ``switch``, OTHER the rest."""
+    positions = jnp.arange(row.shape[1])[None]
+    ones = jnp.ones_like(positions)
+    head, cache = forward(
+        PARAMS, MODEL, row[:, :switch], positions[:, :switch], ones[:, :switch],
+        init_cache(MODEL, 1, MAX_LEN),
+    )  # fmt: skip
+    tail, _ = forward(OTHER, MODEL, row[:, switch:], positions[:, switch:], ones[:, switch:], cache)
+    old = token_logprobs(PARAMS, MODEL, head, row[:, 1 : switch + 1]).logprobs[0]
+    return old, token_logprobs(OTHER, MODEL, tail[:, :-1], row[:, switch + 1 :]).logprobs[0]
+
+
 def test_weights_swap_between_blocks_of_a_generation():
     swapped = []
 
@@ -286,17 +301,7 @@ def test_weights_swap_between_blocks_of_a_generation():
     assert result.versions.tolist() == [0] * 8 + [7] * 12
     tokens = [*prompt, *result.tokens.tolist()]
     # By hand: old weights feed all that was cached at the swap, new ones the rest.
-    switch = len(prompt) + 8 - 1
-    row = jnp.asarray([tokens])
-    positions = jnp.arange(len(tokens))[None]
-    ones = jnp.ones_like(positions)
-    head, cache = forward(
-        PARAMS, MODEL, row[:, :switch], positions[:, :switch], ones[:, :switch],
-        init_cache(MODEL, 1, MAX_LEN),
-    )  # fmt: skip
-    tail, _ = forward(OTHER, MODEL, row[:, switch:], positions[:, switch:], ones[:, switch:], cache)
-    old = token_logprobs(PARAMS, MODEL, head, row[:, 1 : switch + 1]).logprobs[0]
-    new = token_logprobs(OTHER, MODEL, tail[:, :-1], row[:, switch + 1 :]).logprobs[0]
+    old, new = _mixture(jnp.asarray([tokens]), len(prompt) + 8 - 1)
     expected = np.concatenate([old, new])[len(prompt) - 1 :]
     np.testing.assert_allclose(result.logprobs, expected, atol=1e-5, rtol=0)
     # The mixture is neither of the two models, or this test would show nothing.

@@ -55,7 +55,7 @@ def test_frequencies_match_the_truncated_softmax(temperature, top_k, top_p, min_
     counts = np.bincount(np.asarray(tokens), minlength=vocab)
     # Evenly spaced uniforms leave each frequency off by at most one draw at either end.
     np.testing.assert_allclose(counts, DRAWS * expected, atol=2.1)
-    assert set(np.flatnonzero(counts)) == set(np.flatnonzero(expected > 1e-3))
+    assert (expected[counts > 0] > 0).all()
     full = np.log(softmax(logits / temperature))
     np.testing.assert_allclose(logprobs, full[np.asarray(tokens)], atol=1e-5)
 

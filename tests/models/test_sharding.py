@@ -9,9 +9,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxagent.models.config import ModelConfig
-from jaxagent.models.sharding import logical_axes, make_mesh, param_shardings, shard_batch
+from jaxagent.models.sharding import (
+    MESH_AXES,
+    logical_axes,
+    make_mesh,
+    param_shardings,
+    shard_batch,
+)
 from jaxagent.models.transformer import param_shapes
 
 CONFIG = ModelConfig(
@@ -48,13 +55,16 @@ batch = {
 }
 weights = rng.normal(size=(8, 11)).astype(np.float32)
 
+def close(a, b):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5 * np.abs(b).max())
+
 def loss(config, params, batch):
     found = shifted_logprobs(params, config, **batch, entropy=True, chunk=16)
     return (weights * (found.logprobs + found.entropy)).sum(), found
 
-for tied, (data, fsdp, tensor) in ((True, (2, 2, 2)), (False, (1, 4, 2)), (False, (8, 1, 1))):
-    config = ModelConfig(48, 32, 2, 4, 2, 8, 40, qk_norm=True, tie_embeddings=tied, remat="full")
-    params = jax.tree.map(lambda x: 5 * x, init(jax.random.key(0), config))
+for tied, (data, fsdp, tensor) in ((True, (2, 2, 2)), (False, (1, 4, 2))):
+    config = ModelConfig(48, 32, 2, 4, 2, 8, 40, qk_norm=True, tie_embeddings=tied)
+    params = jax.tree.map(lambda x: 2 * x, init(jax.random.key(0), config))
     grad = jax.value_and_grad(lambda p, b: loss(config, p, b), has_aux=True)
     expected = jax.jit(grad)(params, batch)
     mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor)
@@ -64,11 +74,7 @@ for tied, (data, fsdp, tensor) in ((True, (2, 2, 2)), (False, (1, 4, 2)), (False
     placed = shard_batch(batch, mesh)
     assert placed["tokens"].addressable_shards[0].data.shape[0] == 8 // (data * fsdp)
     (value, found), gradients = jax.jit(grad)(sharded, placed)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        ((value, found), gradients),
-        expected,
-    )
+    jax.tree.map(close, ((value, found), gradients), expected)
 print("equal")
 """
 
@@ -102,12 +108,12 @@ def test_a_mesh_of_the_wrong_size_is_refused() -> None:
         make_mesh(data=3, fsdp=5)
 
 
-class FakeMesh:
-    shape = {"data": 1, "fsdp": 2, "tensor": 4}  # noqa: RUF012
+# Eight devices in name only: enough to find what does not divide.
+ABSTRACT = AbstractMesh((1, 2, 4), MESH_AXES)
 
 
 def test_what_does_not_divide_is_named_with_its_remedy() -> None:
     with pytest.raises(ValueError, match=r"'k': kv_heads of 2 .* rule kv_heads=None"):
-        param_shardings(replace(CONFIG, qkv_bias=False), FakeMesh())  # type: ignore[arg-type]
+        param_shardings(replace(CONFIG, qkv_bias=False), ABSTRACT)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"batch\['a'\] has 3 rows.*pad the rows"):
-        shard_batch({"a": np.zeros((3, 2))}, FakeMesh())  # type: ignore[arg-type]
+        shard_batch({"a": np.zeros((3, 2))}, ABSTRACT)  # type: ignore[arg-type]

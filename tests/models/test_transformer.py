@@ -38,7 +38,7 @@ def random_params(config: ModelConfig, seed: int = 0) -> Params:
     """Initial weights made larger, and norms and biases moved off 1 and 0."""
     leaves, tree = jax.tree.flatten(init(jax.random.key(seed), config))
     keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    moved = [6 * x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    moved = [x + 0.15 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, moved)
 
 

@@ -21,6 +21,8 @@ from jaxagent.training.optimizer import adamw, learning_rate_schedule
 from jaxagent.training.state import TrainState, create_state
 from jaxagent.training.step import make_update
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = ModelConfig(
     vocab_size=16,
     hidden_size=8,

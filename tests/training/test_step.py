@@ -1,6 +1,5 @@
 """The update: one gradient however the batch is cut, packed or padded; donation; compilations."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -23,6 +22,8 @@ from jaxagent.models.transformer import init
 from jaxagent.training.state import create_state, snapshot
 from jaxagent.training.step import make_scorer, make_update
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = ModelConfig(
     vocab_size=24,
     hidden_size=8,
@@ -38,14 +39,6 @@ KEEP = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
     lambda grads, state, params=None: (jax.tree.map(lambda g: -0.5 * g, grads), grads),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """What is tested is algebra: spend no time on optimising programs that run once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def balance(outputs: Any, batch: Any) -> Any:

@@ -22,16 +22,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxagent.models.cache import Cache
 from jaxagent.models.config import ModelConfig
-from jaxagent.models.decoding import Packed
 from jaxagent.models.layers import Params
 from jaxagent.rollout import plan, programs
+from jaxagent.rollout.device import DeviceState
 from jaxagent.rollout.options import EngineConfig
 from jaxagent.rollout.sampling import SamplingConfig
 from jaxagent.rollout.session import (
@@ -46,14 +45,6 @@ from jaxagent.rollout.session import (
 from jaxagent.rollout.stats import Stats
 
 __all__ = ["Engine", "EngineConfig", "Generation", "SamplingConfig", "Session"]
-
-# Blocks for which a shorter cache would have been enough before the cache is cut to it.
-_SHRINK_AFTER = 64
-
-
-class _Weights(NamedTuple):
-    packed: Packed
-    version: int
 
 
 class Engine:
@@ -82,8 +73,7 @@ class Engine:
         self.model_config = model_config
         self.config = config
         self._decode = decode
-        self._device = jax.local_devices()[0] if device is None else device
-        self._weights = self._pack(params, version)
+        self._target = jax.local_devices()[0] if device is None else device
         self._stats = Stats(version=version)
 
         # Shared with callers, under the condition's lock.
@@ -94,7 +84,7 @@ class Engine:
         self._futures: set[Future[Any]] = set()
 
         # Owned by the engine's thread.
-        self._cache = self._empty_cache(config.context_lengths[0])
+        self._device = DeviceState(params, version, model_config, config, self._target, self._stats)
         self._owners: list[Record | None] = [None] * config.slots
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}
@@ -102,7 +92,6 @@ class Engine:
         self._prompts: dict[tuple[bytes, int], Record] = {}
         self._sessions = 0
         self._clock = 0
-        self._roomy_blocks = 0
 
         self._thread = threading.Thread(target=self._main, name="rollout-engine", daemon=True)
         self._thread.start()
@@ -117,10 +106,11 @@ class Engine:
 
     def set_params(self, params: Params, version: int) -> None:
         """Use ``params`` from the next decode block on; does not wait for the swap."""
-        weights = self._pack(params, version)
+        # Dispatched here, so that the caller may donate its buffers afterwards.
+        weights = self._device.pack(params, version)
 
         def swap() -> None:
-            self._weights = weights
+            self._device.weights = weights
             self._prompts.clear()
             self._stats.swaps += 1
             self._stats.version = version
@@ -147,16 +137,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _pack(self, params: Params, version: int) -> _Weights:
-        # Dispatched by the caller, so that the caller may donate its buffers afterwards.
-        params = jax.device_put(params, self._device)
-        return _Weights(programs.pack(params, config=self.model_config), version)
-
-    def _empty_cache(self, length: int) -> Cache:
-        # Committed to the device like the weights; otherwise its first use compiles apart.
-        cache = programs.empty_cache(self.model_config, self.config.slots, length)
-        return jax.device_put(cache, self._device)
 
     def _generate(
         self, record: Record, new_tokens: Sequence[int], sampling: SamplingConfig
@@ -216,8 +196,12 @@ class Engine:
         future: Future[None] = Future()
 
         def run() -> None:
-            work()
-            future.set_result(None)
+            try:
+                work()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
         future.add_done_callback(self._untrack)
         self._submit(run, future)
@@ -228,7 +212,7 @@ class Engine:
     def _main(self) -> None:
         failure: BaseException
         try:
-            with jax.default_device(self._device):
+            with jax.default_device(self._target):
                 while self._next_commands():
                     self._turn()
             failure = SessionClosedError("the engine was closed")
@@ -339,7 +323,7 @@ class Engine:
             return
         if self.config.refresh_after_swap:
             for job in admitted:
-                if job.record.version != self._weights.version:
+                if job.record.version != self._device.weights.version:
                     job.record.cached = 0
         chunks, copies = self._shared_prompts(admitted)
         for job in admitted:
@@ -347,19 +331,9 @@ class Engine:
             assert slot is not None
             self._running[slot] = job
         self._fit_cache()
-        calls = plan.prefill_calls(
-            chunks, self.config.prefill_lengths, self.config.row_counts, self.config.prefill_tokens
-        )
-        for call in calls:
-            self._cache = programs.prefill(
-                self._weights.packed, self._cache, call.tokens, call.rows, config=self.model_config
-            )
-            self._stats.prefilled(int(call.rows[:, 2].sum()), call.tokens.size)
+        self._device.prefill(chunks)
         if copies:
-            pairs = np.zeros((self.config.slots, 2), np.int32)
-            pairs[: len(copies)] = copies
-            self._cache = programs.copy(self._cache, pairs, np.int32(len(copies)))
-            self._stats.copies += len(copies)
+            self._device.copy(copies)
 
     def _take_slot(self, record: Record) -> bool:
         slot = next((i for i, owner in enumerate(self._owners) if owner is None), None)
@@ -391,7 +365,8 @@ class Engine:
             assert record.slot is not None
             end = len(record.tokens) - 1
             if record.cached == 0 and end > 0:
-                prompt = (np.array(record.tokens[:end], np.int32).tobytes(), self._weights.version)
+                start = np.array(record.tokens[:end], np.int32).tobytes()
+                prompt = (start, self._device.weights.version)
                 source = self._prompts.get(prompt)
                 # A source that was rolled back since then may hold other tokens now.
                 usable = source is not None and source.prompt == prompt and source.cached >= end
@@ -401,7 +376,7 @@ class Engine:
                     self._prompts[prompt] = record
                     chunks.append(plan.Chunk(record.slot, 0, record.tokens[:end]))
                 record.prompt = prompt
-                record.version = self._weights.version
+                record.version = self._device.weights.version
             elif end > record.cached:
                 tokens = record.tokens[record.cached : end]
                 chunks.append(plan.Chunk(record.slot, record.cached, tokens))
@@ -409,48 +384,18 @@ class Engine:
         return chunks, copies
 
     def _fit_cache(self) -> None:
-        """Give the cache the shortest length that all sessions in slots and a block fit in."""
+        """Give the cache a length that all sessions in slots and one more block fit in."""
         longest = max((owner.cached for owner in self._owners if owner is not None), default=0)
-        need = min(longest + self.config.decode_block, self.config.max_len)
-        length = plan.bucket_for(need, self.config.context_lengths)
-        self._roomy_blocks = self._roomy_blocks + 1 if length < self._cache.length else 0
-        if length > self._cache.length or self._roomy_blocks > _SHRINK_AFTER:
-            self._resize(length)
-            self._roomy_blocks = 0
-
-    def _resize(self, length: int) -> None:
-        # Bucket by bucket, which takes few programs; it happens rarely.
-        lengths = self.config.context_lengths
-        now, then = lengths.index(self._cache.length), lengths.index(length)
-        step = 1 if then > now else -1
-        for index in range(now + step, then + step, step):
-            self._cache = programs.resized(self._cache, length=lengths[index])
-        self._stats.resizes += 1
+        self._device.fit(longest)
 
     # ---- decode ----
 
     def _dispatch(self) -> tuple[list[Job], programs.Drawn, int]:
         self._fit_cache()
-        rows = programs.Rows.idle(self.config.slots, self.config.max_stop_tokens)
         jobs = list(self._running.values())
-        for job in jobs:
-            record, sampling = job.record, job.sampling
-            row = rows.ints[record.slot]
-            row[0], row[1] = record.tokens[-1], record.cached
-            row[2] = job.limit - len(job.tokens)
-            row[3:5] = record.key_data
-            row[5] = sampling.top_k
-            row[6 : 6 + len(sampling.stop_tokens)] = sampling.stop_tokens
-            rows.floats[record.slot] = sampling.temperature, sampling.top_p, sampling.min_p
-        self._cache, drawn = programs.decode_block(
-            self._weights.packed,
-            self._cache,
-            rows,
-            config=self.model_config,
-            steps=self.config.decode_block,
-        )
+        drawn = self._device.decode(jobs)
         self._stats.blocks += 1
-        return jobs, drawn, self._weights.version
+        return jobs, drawn, self._device.weights.version
 
     def _collect(self, jobs: Sequence[Job], drawn: programs.Drawn, version: int) -> None:
         """Wait for a block and record its tokens; what can wait goes to the host work."""
@@ -481,6 +426,9 @@ class Engine:
 
     def _finish(self, job: Job) -> None:
         if job.done:
+            return
+        if job.future.cancelled():
+            self._roll_back(job)
             return
         if job.sampling.stop_strings and self._search(job):
             return
@@ -522,27 +470,9 @@ class Engine:
     # ---- warm-up ----
 
     def _warm_up(self) -> None:
-        """Run every program once, with rows that all sit out: the cache keeps its content."""
-        config, weights = self.config, self._weights.packed
         if self._running or self._waiting or any(self._owners):
             raise RuntimeError("warmup: sessions hold slots; call it before the first generate")
-        for length in config.context_lengths:
-            self._resize(length)
-            rows = programs.Rows.idle(config.slots, config.max_stop_tokens)
-            self._cache, _ = programs.decode_block(
-                weights, self._cache, rows, config=self.model_config, steps=config.decode_block
-            )
-            for bucket in config.prefill_lengths:
-                for size in plan.prefill_row_options(
-                    bucket, config.row_counts, config.prefill_tokens
-                ):
-                    tokens, meta = np.zeros((size, bucket), np.int32), np.zeros((size, 3), np.int32)
-                    self._cache = programs.prefill(
-                        weights, self._cache, tokens, meta, config=self.model_config
-                    )
-            pairs = np.zeros((config.slots, 2), np.int32)
-            self._cache = programs.copy(self._cache, pairs, np.int32(0))
-        self._resize(config.context_lengths[0])
+        self._device.warm_up()
         self._stats.compilations = programs.compilations()
         self._stats.compilations_in_warmup = self._stats.compilations
 

@@ -462,3 +462,11 @@ def test_misuse_is_refused_in_one_line(many):
         engine.open_session(1).generate([1], SamplingConfig(1, stop_strings=("x",)))
     with pytest.raises(ValueError, match="max_len"):
         Engine(PARAMS, MODEL, EngineConfig(slots=1, max_len=4 * MAX_LEN))
+
+
+def test_warming_up_with_sessions_in_slots_is_refused_and_harms_nothing(many):
+    with many.open_session(1) as session:
+        session.generate([1], SamplingConfig(2)).result(WAIT)
+        with pytest.raises(RuntimeError, match="before the first generate"):
+            many.warmup()
+        assert len(session.generate([1], SamplingConfig(2)).result(WAIT).tokens) == 2

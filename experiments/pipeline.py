@@ -50,6 +50,16 @@ class Run:
     warm: WarmStart = field(default_factory=WarmStart)
     rl: Reinforce = field(default_factory=Reinforce)
 
+    def __post_init__(self) -> None:
+        config_lib.require(
+            self.start is None or (self.start / "warm_start").is_dir(),
+            f"start: {self.start} holds no warm_start folder; name the folder of an earlier run",
+        )
+        config_lib.require(
+            not self.resume or (self.out / "warm_start").is_dir(),
+            f"resume: there is no run in {self.out}; leave out --resume",
+        )
+
 
 class Phases:
     """Seconds of each phase, kept over a resume."""
@@ -123,8 +133,6 @@ class _Job:
         """The weights that reinforcement starts from; kept, so that a resume finds them."""
         template = create_state(self.bench.init_params(), adamw(0.0))
         own, given = self.run.out / "warm_start", self.run.start
-        if given is not None and not (given / "warm_start").is_dir():
-            raise config_lib.ConfigError(f"start: {given} holds no warm_start folder")
         with Checkpoints(own) as checkpoints:
             if checkpoints.steps:
                 state, host = checkpoints.restore(template)

@@ -28,7 +28,10 @@ class Config:
 
 def main(config: Config) -> None:
     objective = losses.combine(
-        policy=(1.0, losses.clipped_policy_gradient(clip_low=0.2, clip_high=0.28)),
+        policy=(
+            1.0,
+            losses.clipped_policy_gradient(clip_low=0.2, clip_high=0.28, aggregate="episode"),
+        ),
         world=(config.world_weight, losses.observation_prediction()),
     )
     advantages = credit.chain(credit.group_relative(scale="std"), credit.clip(5.0))

@@ -4,9 +4,10 @@ Recipes build a ``Workbench`` and call its methods; nothing here knows a loss.
 """
 
 import asyncio
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from envs.terminal import TerminalEnv
 from jaxagent import losses
 from jaxagent.config import require
 from jaxagent.credit.base import Credit
+from jaxagent.data.kinds import Kind
 from jaxagent.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxagent.episodes.background import EventLoopThread
 from jaxagent.episodes.episode import Episode
@@ -31,6 +33,7 @@ from jaxagent.models.config import ModelConfig
 from jaxagent.models.transformer import Params, init
 from jaxagent.rollout.engine import Engine, EngineConfig
 from jaxagent.rollout.sampling import SamplingConfig
+from jaxagent.training.evaluate import is_success
 from jaxagent.training.learner import Learner, Shapes
 from jaxagent.training.optimizer import Optimizer, learning_rate_schedule, muon
 from jaxagent.training.state import create_state
@@ -57,11 +60,12 @@ FAMILIES_SMALL = (
 
 
 LIMITS = Limits(
-    max_turns=5,
-    max_turn_tokens=56,
+    max_turns=4,
+    max_turn_tokens=48,
     max_context_tokens=256,
     max_observation_tokens=64,
     max_seconds=120.0,
+    end_on_long_turn=True,
 )
 
 
@@ -165,6 +169,22 @@ class Tasks:
         )
 
 
+def slip(command: str, rng: np.random.Generator) -> str:
+    """The command with one letter left out or replaced."""
+    letters = [i for i, letter in enumerate(command) if letter.isalpha()]
+    at = int(rng.choice(letters))
+    other = str(rng.choice(list(string.ascii_lowercase))) if rng.random() < 0.5 else ""
+    return command[:at] + other + command[at + 1 :]
+
+
+def without_first_turn(episode: Episode) -> Episode:
+    """The episode with the first turn's action as scaffolding: seen, but not trained on."""
+    (context,) = episode.contexts
+    first = (context.kinds == Kind.ACTION) & (context.turn_ids == 0)
+    kinds = np.where(first, Kind.TEMPLATE, context.kinds).astype(np.uint8)
+    return replace(episode, contexts=(replace(context, kinds=kinds),))
+
+
 @dataclass
 class Workbench:
     """A model size, a tokenizer, tasks and sandboxes that fit together.
@@ -199,6 +219,7 @@ class Workbench:
             head_dim=32,
             mlp_size=self.size.mlp,
             qk_norm=True,
+            remat="dots",
         )
 
     def training_tasks(self, part: int) -> Tasks:
@@ -222,24 +243,31 @@ class Workbench:
     ) -> list[Episode]:
         """Runs reference solutions of training tasks in sandboxes and records them as episodes.
 
-        Raises RuntimeError when a reference does not solve its task here.
+        Every third one starts with a slip: the first command with a letter wrong, whose
+        tokens are not trained on, so that the policy has seen error messages, and how to go
+        on after one. Raises RuntimeError when a reference does not solve its task here.
         """
 
         async def all_of_them() -> list[Episode]:
             stream, gate, done = self.training_tasks(0), asyncio.Semaphore(8), 0
 
+            async def play(task: Task, commands: Sequence[str]) -> Episode:
+                return await demonstrate(
+                    self.environment(task), commands, self.protocol, self.limits, task_id=task.id
+                )
+
             async def one(index: int) -> Episode:
                 nonlocal done
-                task = stream[index]
+                task, rng = stream[index], np.random.default_rng((self.seed, index))
                 async with gate:
-                    episode = await demonstrate(
-                        self.environment(task),
-                        task.solution,
-                        self.protocol,
-                        self.limits,
-                        task_id=task.id,
-                    )
-                if not episode.valid or episode.reward < 1:
+                    episode = None
+                    if index % 3 == 0 and len(task.solution) < self.limits.max_turns - 1:
+                        tried = await play(task, [slip(task.solution[0], rng), *task.solution])
+                        # Some slips do harm that the reference does not undo.
+                        episode = without_first_turn(tried) if is_success(tried) else None
+                    if episode is None:
+                        episode = await play(task, task.solution)
+                if not is_success(episode):
                     why = episode.error or "its verifier says no"
                     raise RuntimeError(f"the reference of {task.id} fails here: {why}")
                 done += 1
@@ -270,7 +298,7 @@ class Workbench:
         }
         optimizer = muon(rates[config.learning_rate], adam_learning_rate=rates[3e-3])
         objective = losses.combine(
-            actions=(1.0, losses.supervised()), world=(0.1, losses.observation_prediction())
+            actions=(1.0, losses.supervised()), world=(0.2, losses.observation_prediction())
         )
         learner = self.learner(params, objective, optimizer, episodes=config.episodes)
         rng, order = np.random.default_rng(self.seed), np.array([], np.int64)

@@ -51,7 +51,9 @@ def parse(default: C, args: Sequence[str] | None = None, *, description: str | N
         raise SystemExit(2) from None
     except SystemExit as stop:
         if stop.code not in (0, None):
-            print(f"error: {_one_line(errors.getvalue())} (--help lists the options)", file=sys.stderr)
+            print(
+                f"error: {_one_line(errors.getvalue())} (--help lists the options)", file=sys.stderr
+            )
         raise
 
 

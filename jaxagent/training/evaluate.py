@@ -10,12 +10,12 @@ _Z95 = 1.959963984540054
 
 
 class Rate(NamedTuple):
-    """A success rate over ``count`` tries and its 95 % interval."""
+    """A success rate over a number of tries, and its 95 % interval."""
 
     rate: float
     low: float
     high: float
-    count: int
+    tries: int
 
 
 def success_rate(successes: int, count: int) -> Rate:

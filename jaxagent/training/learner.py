@@ -89,9 +89,7 @@ class Learner:
         self._update = update
         self._scored_by = dict(scored_by or {})
         # The objective's scores are checked when a batch arrives; say it now instead.
-        update.objective.require(
-            outputs=update.objective.needs, scores=frozenset(self._scored_by)
-        )
+        update.objective.require(outputs=update.objective.needs, scores=frozenset(self._scored_by))
         missing = (credit.scores if credit else frozenset()) - set(self._scored_by)
         if missing:
             raise ValueError(

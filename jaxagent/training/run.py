@@ -14,7 +14,7 @@ from jaxagent.episodes.store import EpisodeWriter
 from jaxagent.models.transformer import Params
 from jaxagent.training.checkpoint import Checkpoints
 from jaxagent.training.learner import Learner
-from jaxagent.training.metrics import MetricsWriter, episode_metrics
+from jaxagent.training.metrics import MetricsWriter, engine_metrics, episode_metrics
 
 
 class Sampler(Protocol):
@@ -51,7 +51,9 @@ def train(
     host_state: Callable[[], Mapping[str, Any]] = dict,
     on_step: Callable[[Step], None] | None = None,
 ) -> bool:
-    """Trains until ``learner.version`` is ``steps``; False when it was asked to stop before.
+    """Trains until ``learner.version`` is ``steps`` or the tasks run out.
+
+    Returns False when it was asked to stop before.
 
     A checkpoint is written every ``checkpoint_every`` updates, after the last one, and when
     the loop is asked to stop: parameters, optimiser and random state, and ``host_state()``
@@ -74,6 +76,8 @@ def train(
             except LoopStopped:
                 finished = False
                 break
+            if not collected.groups:
+                break  # a finite list of tasks has come to its end
             began = time.monotonic()
             version = learner.version
             update_metrics = learner.learn(collected.episodes)
@@ -83,6 +87,7 @@ def train(
             host = {
                 **episode_metrics(collected, version=version),
                 **clock.split(collected),
+                **engine_metrics(engine.stats()),
                 "learner/compilations": float(learner.compilations),
             }
             writer.write(learner.version, {**update_metrics, **host})

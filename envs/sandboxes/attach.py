@@ -1,6 +1,7 @@
 """A channel over one connection attached to a container's stdin, stdout and stderr."""
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import struct
@@ -108,6 +109,12 @@ class AttachChannel:
             await ready
         finally:
             remove(self._socket)
+
+    def hang_up(self) -> None:
+        # Unread output would keep the daemon from noticing the container's end. Not closed:
+        # who waits here is to find the end of the stream.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._ended = True

@@ -211,6 +211,10 @@ class Channel(Protocol):
         """The output and control bytes that can be had at once, within a bound."""
         ...
 
+    def hang_up(self) -> None:
+        """Takes nothing more, so that the end of the processes waits for no reader."""
+        ...
+
     def close(self) -> None:
         """Closes the host's ends. Idempotent."""
         ...

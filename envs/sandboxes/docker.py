@@ -252,6 +252,7 @@ class DockerSandbox:
 
     async def _close(self) -> None:
         try:
+            self._session.hang_up()
             if self.container:
                 await self._factory.call(self._factory.remove_container, self.container)
             for image in self._snapshots:

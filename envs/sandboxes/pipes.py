@@ -100,6 +100,10 @@ class PipeChannel:
                 for fd in reading:
                     loop.remove_reader(fd)
 
+    def hang_up(self) -> None:
+        # A killed process that was writing to a full pipe ends all the same.
+        pass
+
     def close(self) -> None:
         for file in self._files:
             file.close()

@@ -126,6 +126,11 @@ class ShellSession:
             self.check_alive()
             await self._discard_living()
 
+    def hang_up(self) -> None:
+        """Reads nothing more from the processes, which are about to be killed."""
+        if self._shell is not None:
+            self._shell.channel.hang_up()
+
     async def close(self) -> None:
         self._dead = self._dead or "the sandbox is closed"
         await self._discard()
@@ -143,7 +148,7 @@ class ShellSession:
         try:
             return await self._run(await ready(), command, timeout)
         except SandboxDied as died:
-            self._dead = str(died)
+            self._dead = self._dead or str(died)
             await self._discard()
             raise
         except ChannelCorrupt:
@@ -167,8 +172,7 @@ class ShellSession:
             async with asyncio.timeout(timeout):
                 status, state = await self._converse(shell, command, buffer)
         except TimeoutError:
-            await self._machine.kill()
-            await self._drain_killed(shell, buffer)
+            await self._kill_drained(shell, buffer)
             await self._discard()
         kept = buffer.kept()
         result = ExecResult(
@@ -245,14 +249,24 @@ class ShellSession:
             buffer.feed(held[: -len(token)])
             held = held[-len(token) :]
 
-    async def _drain_killed(self, shell: _Shell, buffer: OutputBuffer) -> None:
-        """What killed processes had written; the streams end by themselves."""
+    async def _kill_drained(self, shell: _Shell, buffer: OutputBuffer) -> None:
+        """Kills everything and takes what had been written; the streams end by themselves.
+
+        It is read while the killing goes on: Docker does not notice the end of a container
+        whose output nobody takes.
+        """
+
+        async def drain() -> None:
+            while (chunk := await shell.channel.read()) is not None:
+                buffer.feed(chunk[0])
+
+        draining = asyncio.ensure_future(drain())
         try:
-            async with asyncio.timeout(DRAIN_SECONDS):
-                while (chunk := await shell.channel.read()) is not None:
-                    buffer.feed(chunk[0])
-        except TimeoutError:
-            pass
+            await self._machine.kill()
+            await asyncio.wait([draining], timeout=DRAIN_SECONDS)
+        finally:
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
 
     def _note(self, shell: _Shell, frames: Iterable[Frame]) -> None:
         if any(isinstance(frame, ShellEnded) for frame in frames):
@@ -351,6 +365,7 @@ class ShellSession:
 
     async def _discard(self) -> None:
         """Kills everything inside and forgets the channel."""
+        self.hang_up()
         shell, self._shell, self._dirty = self._shell, None, False
         await self._machine.kill()
         if shell is not None:

@@ -96,6 +96,19 @@ def test_gigabytes_stay_out_of_memory(shell: Shell) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
 
 
+def test_output_nobody_reads_stalls_no_end(make: Callable[..., Shell]) -> None:
+    flooded = make()
+    for _ in range(2):
+        assert flooded("yes & sleep 0.3").exit_code == 0
+        time.sleep(0.3)  # every buffer on the way fills up
+        assert flooded.clean("echo clean").output == "clean\n"
+    assert flooded("yes", timeout=1).timed_out
+    assert flooded.out("echo on") == "on\n"
+    flooded("yes & sleep 0.3")
+    time.sleep(0.3)
+    flooded.backend.run(flooded.sandbox.close())
+
+
 def test_the_loop_stays_free_during_a_flood(shell: Shell) -> None:
     async def flooded() -> float:
         worst = 0.0

@@ -28,7 +28,7 @@ from jaxagent.training.checkpoint import Checkpoints
 from jaxagent.training.evaluate import Rate, episode_success
 from jaxagent.training.learner import Learner
 from jaxagent.training.metrics import MetricsWriter, read_metrics
-from jaxagent.training.optimizer import adamw, learning_rate_schedule
+from jaxagent.training.optimizer import adamw, learning_rate_schedule, muon
 from jaxagent.training.run import Step, train
 from jaxagent.training.state import create_state
 
@@ -98,9 +98,10 @@ class _Job:
         with self.phases("warm start"):
             tokens = sum(episode.num_tokens for episode in shown)
 
-            def on_step(step: int, loss: Any) -> None:
-                if step % 10 == 0 or step == run.warm.steps:
-                    progress.update(step, run.warm.steps, {"loss": f"{loss():.3f}"})
+            def on_step(step: int, loss: float) -> None:
+                progress.update(
+                    step, run.warm.steps, {"loss": f"{loss:.3f} (to {run.warm.target_loss})"}
+                )
 
             params = self.bench.warm_start(run.warm, self.bench.init_params(), shown, on_step)
         self.facts["demonstration_tokens"] = tokens
@@ -148,18 +149,21 @@ class _Job:
 
     def learner(self, start: Params, objective: Objective, credit: Credit) -> Learner:
         rl = self.run.rl
-        rate = learning_rate_schedule(
-            rl.learning_rate,
-            "linear",
-            warmup_steps=min(3, rl.steps - 1),
-            total_steps=rl.steps,
-            end=0.1 * rl.learning_rate,
-        )
+        rates = [
+            learning_rate_schedule(
+                peak,
+                "linear",
+                warmup_steps=min(3, rl.steps - 1),
+                total_steps=rl.steps,
+                end=0.1 * peak,
+            )
+            for peak in (rl.learning_rate, 0.1 * rl.learning_rate)
+        ]
         reference = "reference" in objective.scores | credit.scores
         return self.bench.learner(
             start,
             objective,
-            adamw(rate, b2=0.95),
+            muon(rates[0], adam_learning_rate=rates[1]),
             episodes=rl.groups * rl.group_size,
             credit=credit,
             scored_by={"reference": start} if reference else None,

@@ -109,12 +109,14 @@ class WarmStart:
 
     demonstrations: int = 1536
     """Reference solutions, each really run in a sandbox."""
-    steps: int = 160
-    """Updates."""
+    steps: int = 360
+    """Updates, at the most."""
+    target_loss: float = 0.22
+    """Stops as soon as the running mean of the actions' loss is below this."""
     episodes: int = 32
     """Demonstrations in an update."""
     learning_rate: float = 0.02
-    """Peak of Muon's learning rate."""
+    """Muon's learning rate; constant, since the reinforcement goes on from there."""
 
     def __post_init__(self) -> None:
         require(
@@ -128,23 +130,24 @@ class WarmStart:
 class Reinforce:
     """The reinforcement phase, whatever its objective."""
 
-    steps: int = 80
+    steps: int = 72
     """Updates."""
-    groups: int = 8
+    groups: int = 32
     """Tasks in an update."""
-    group_size: int = 8
+    group_size: int = 4
     """Rollouts of a task."""
     max_staleness: int = 1
     """How many updates old an episode may be; 0 is synchronous and reproducible bit for bit."""
-    learning_rate: float = 1e-3
-    """Peak learning rate of AdamW."""
+    learning_rate: float = 8e-3
+    """Peak of Muon's learning rate, which falls to a tenth; Adam, for all but the layers'
+    matrices, has a tenth of it."""
     temperature: float = 1.0
     """Of sampling, in training."""
     max_concurrent: int = 64
     """Episodes at once."""
-    evaluate_every: int = 20
+    evaluate_every: int = 24
     """Updates between evaluations on held-out tasks; 0 for none in between."""
-    checkpoint_every: int = 20
+    checkpoint_every: int = 24
     """Updates between checkpoints."""
 
     def __post_init__(self) -> None:
@@ -283,31 +286,30 @@ class Workbench:
         config: WarmStart,
         params: Params,
         demonstrations: Sequence[Episode],
-        on_step: Callable[[int, Callable[[], float]], None] = lambda step, loss: None,
+        on_step: Callable[[int, float], None] = lambda step, loss: None,
     ) -> Params:
         """Trains on ``demonstrations`` (actions, and a little on observations)."""
-        rates = {
-            peak: learning_rate_schedule(
-                peak,
-                "linear",
-                warmup_steps=min(20, config.steps // 4),
-                total_steps=config.steps,
-                end=0.1 * peak,
-            )
+        rates = [
+            learning_rate_schedule(peak, warmup_steps=min(20, config.steps // 4))
             for peak in (config.learning_rate, 3e-3)
-        }
-        optimizer = muon(rates[config.learning_rate], adam_learning_rate=rates[3e-3])
+        ]
+        optimizer = muon(rates[0], adam_learning_rate=rates[1])
         objective = losses.combine(
             actions=(1.0, losses.supervised()), world=(0.2, losses.observation_prediction())
         )
         learner = self.learner(params, objective, optimizer, episodes=config.episodes)
         rng, order = np.random.default_rng(self.seed), np.array([], np.int64)
+        running: float | None = None
         for step in range(config.steps):
             if len(order) < config.episodes:
                 order = np.concatenate([order, rng.permutation(len(demonstrations))])
             chosen, order = order[: config.episodes], order[config.episodes :]
             metrics = learner.learn([demonstrations[i] for i in chosen])
-            on_step(step + 1, lambda loss=metrics["actions/loss"]: float(loss))
+            loss = float(metrics["actions/loss"])
+            running = loss if running is None else 0.9 * running + 0.1 * loss
+            on_step(step + 1, running)
+            if running < config.target_loss:
+                break
         return learner.params()
 
     def learner(
@@ -324,7 +326,7 @@ class Workbench:
         row_length = self.limits.max_context_tokens
         shapes = Shapes(
             row_length=row_length,
-            rows=tuple(sorted({max(1, episodes // 4), max(1, episodes // 2), episodes})),
+            rows=tuple(sorted({max(1, episodes * share // 8) for share in (2, 3, 4, 8)})),
             episodes=episodes,
             turns=self.limits.max_turns,
         )

@@ -1,7 +1,7 @@
 """Credit assignment: who gets how much of the reward, as composable pure functions."""
 
 from jaxagent.credit.base import Credit, assign, chain, clip
-from jaxagent.credit.group import group_relative, group_stats, leave_one_out
+from jaxagent.credit.group import group_relative, group_stats, leave_one_out, lowered_baseline
 from jaxagent.credit.rewards import drop_flat_groups, has_signal, kl_in_reward, overlong_penalty
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "has_signal",
     "kl_in_reward",
     "leave_one_out",
+    "lowered_baseline",
     "overlong_penalty",
 ]

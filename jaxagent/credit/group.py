@@ -113,6 +113,28 @@ def leave_one_out() -> Credit:
     return Credit(fn)
 
 
+def lowered_baseline(share: float = 0.2) -> Credit:
+    """``r - share * mean_g``: between successes only (0) and Dr. GRPO (1).
+
+    With a full baseline most of the gradient's variance comes from failures, whose unlikely
+    tokens have large gradients of any direction; a lowered one leans on the successes, and
+    groups that solve their task keep a signal. On-policy the expected gradient of a sum over
+    tokens is the same for every share. Groups without any reward get 0.
+
+    Source: Arnal et al. 2025, arXiv:2506.20520 (asymmetric REINFORCE); share 0 is RAFT
+    (Xiong et al. 2025, arXiv:2504.11343).
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must lie in 0..1, got {share}")
+
+    def fn(batch: Batch, advantages: jax.Array) -> tuple[jax.Array, CreditMetrics]:
+        rewards = jnp.asarray(batch.rewards)
+        stats = group_stats(batch, rewards)
+        return _spread(batch, rewards - share * stats.mean), group_metrics(batch, stats)
+
+    return Credit(fn)
+
+
 def _spread(batch: Batch, values: jax.Array) -> jax.Array:
     """[E] to [R,T], 0 for invalid episodes."""
     return per_token(batch, jnp.where(jnp.asarray(batch.valid), values, 0.0))

@@ -186,3 +186,19 @@ def test_misuse_fails_at_construction() -> None:
         credit.clip(0.0)
     with pytest.raises(ValueError, match="at least one"):
         credit.chain()
+
+
+@pytest.mark.usefixtures("x64")
+def test_lowered_baseline_runs_from_successes_only_to_dr_grpo(laid: Any) -> None:
+    rewards, groups = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [0, 0, 1, 1, 2, 2, 0]
+    valid = [True] * 6 + [False]
+    for share, wanted in (
+        (0.0, [1, 0, 1, 1, 0, 0, 0]),
+        (0.2, [0.9, -0.1, 0.8, 0.8, 0, 0, 0]),
+        (1.0, [0.5, -0.5, 0, 0, 0, 0, 0]),
+    ):
+        found, metrics = advantages(laid, credit.lowered_baseline(share), rewards, groups, valid)
+        np.testing.assert_allclose(found, wanted, atol=1e-9)
+        assert metrics["groups/no_signal"] == 2
+    with pytest.raises(ValueError, match="share must lie"):
+        credit.lowered_baseline(1.5)

@@ -96,7 +96,7 @@ def test_gigabytes_stay_out_of_memory(shell: Shell) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
 
 
-def test_output_nobody_reads_stalls_no_end(make: Callable[..., Shell]) -> None:
+def test_output_nobody_reads_stalls_no_end(make: type[Shell]) -> None:
     flooded = make()
     for _ in range(2):
         assert flooded("yes & sleep 0.3").exit_code == 0

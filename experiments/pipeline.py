@@ -179,7 +179,7 @@ class _Job:
         sampled = sum(m["rollout/tokens_per_second"] * m["time/step"] for m in steps)
         warm = stats["compilations_in_warmup"]
         return {
-            **self.facts,
+            **{name: fact for name, fact in self.facts.items() if name != "latest"},
             "seconds": {k: round(v, 1) for k, v in self.phases.seconds.items()},
             "seconds_total": round(sum(self.phases.seconds.values()), 1),
             "updates": learner.version,

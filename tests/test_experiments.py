@@ -131,3 +131,15 @@ def test_impossible_values_are_one_line(recipe: str, args: tuple[str, ...], mess
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2
     assert message in output and "Traceback" not in output
+
+
+@pytest.mark.skipif(not os.environ.get("CI"), reason="takes minutes; set CI=1 to run it")
+@pytest.mark.timeout(1800)
+def test_reinforcement_beats_the_warm_start_on_held_out_tasks(tmp_path: Path) -> None:
+    """Half of the quickstart's updates, otherwise as it is."""
+    out = tmp_path / "run"
+    finish(start("quickstart", "--out", str(out), "--rl.steps", "36"), seconds=1700)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["episodes_invalid"] <= 0.01 * summary["episodes"]
+    # About 25 points are usual; the standard error of the difference is 4.
+    assert summary["success_after"] - summary["success_before"] > 0.1

@@ -49,10 +49,16 @@ fi
 
 # What a fresh shell reads first. Its own messages go nowhere; 3 is control, 4 is output.
 # `command` keeps a function of the agent's with the name of a builtin out of the way.
+# Where ash and dash cannot fork, a background job carries on as if it were the shell: past its
+# command, to these lines. The kernel knows it by its number, and there it ends. (Comparing
+# directories is fast, reading is exact.)
 PRELUDE = (
     "exec 3>&2 4>&1 2>/dev/null; _jx_nl='\n'; "
     '_jx_rc() { return "$1"; }; '
     "_jx_done() { _jx_s=$2; "
+    'command test /proc/self -ef "/proc/$$" || '
+    "if IFS= command read -r _jx_p </proc/self/stat; then "
+    'case $_jx_p in "$$ "*) ;; *) command exit 1 ;; esac; fi; '
     '{ command printf \'D%s\\0%s\\0%s\\0\' "$1" "$2" "$PWD"; '
     "command export -p; command printf '\\0'; } >&3; }; _jx_s=0\n"
 )

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxagent.models.config import ModelConfig
+from jaxagent.models.sharding import make_mesh
 from jaxagent.models.transformer import init
 from jaxagent.rollout.engine import Engine, EngineConfig, SamplingConfig
 
@@ -45,7 +46,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="best of so many runs, both sides")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only-ours", action="store_true", help="leave the peer out")
+    parser.add_argument("--devices", type=int, help="CPU devices to split the model over")
     options = parser.parse_args()
+    # One device runs a decode step's small products on one thread; two run them side by side.
+    jax.config.update("jax_num_cpu_devices", options.devices or options.threads)
     results: dict[str, Any] = {
         "machine": platform.processor() or platform.machine(),
         "threads": options.threads,
@@ -82,7 +86,8 @@ def ours(prompts: np.ndarray, new: int, repeats: int) -> float:
         decode_block=32,
     )
     sampling = SamplingConfig(max_new_tokens=new)
-    with Engine(init(jax.random.key(0), CONFIG), CONFIG, config) as engine:
+    mesh = make_mesh(tensor=jax.device_count())
+    with Engine(init(jax.random.key(0), CONFIG), CONFIG, config, mesh=mesh) as engine:
         engine.warmup()
         best = float("inf")
         for repeat in range(repeats):

@@ -22,7 +22,7 @@ _MASKED = -1e30
 class Packed(NamedTuple):
     """Parameters laid out for sampling, in the compute dtype.
 
-    ``layers`` holds a dict a layer with ``qkv`` and ``gate_up`` fused; ``unembed`` is ``[D, V]``
+    ``layers`` holds a dict a layer, ``qkv`` and ``gate_up`` fused or not; ``unembed`` is ``[D, V]``
     also where embeddings are tied.
     """
 
@@ -32,15 +32,20 @@ class Packed(NamedTuple):
     layers: tuple[Params, ...]
 
 
-def pack(params: Params, config: ModelConfig) -> Packed:
-    """Lay out parameters for ``extend`` and ``decode_step``; done once for new weights."""
+def pack(params: Params, config: ModelConfig, fuse: bool = True) -> Packed:
+    """Lay out parameters for ``extend`` and ``decode_step``; done once for new weights.
+
+    ``fuse`` joins the projections that read the same input; not for weights split by head,
+    since a cut of the joined columns would not fall between heads.
+    """
     dtype = jnp.dtype(config.compute_dtype)
     stacked = dict(params["layers"])
-    stacked["qkv"] = jnp.concatenate([stacked.pop(name) for name in ("q", "k", "v")], -1)
-    stacked["gate_up"] = jnp.concatenate([stacked.pop(name) for name in ("gate", "up")], -1)
-    if config.qkv_bias:
-        biases = [stacked.pop(f"{name}_bias") for name in ("q", "k", "v")]
-        stacked["qkv_bias"] = jnp.concatenate(biases, -1)
+    if fuse:
+        stacked["qkv"] = jnp.concatenate([stacked.pop(name) for name in ("q", "k", "v")], -1)
+        stacked["gate_up"] = jnp.concatenate([stacked.pop(name) for name in ("gate", "up")], -1)
+        if config.qkv_bias:
+            biases = [stacked.pop(f"{name}_bias") for name in ("q", "k", "v")]
+            stacked["qkv_bias"] = jnp.concatenate(biases, -1)
     # Norm scales multiply in float32 whatever the compute dtype, so they stay as they are.
     stacked = {k: x if k.endswith("norm") else x.astype(dtype) for k, x in stacked.items()}
     unembed = params["embed"].T if config.tie_embeddings else params["unembed"]

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxagent.models.config import ModelConfig
+from jaxagent.models.decoding import Packed
 from jaxagent.models.transformer import Params, param_shapes
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -29,6 +30,9 @@ DEFAULT_RULES: Rules = {
     "kv_heads": "tensor",
     "mlp": "tensor",
 }
+
+# A decode step reads every weight once: none may have to be gathered first.
+_SAMPLING_RULES: Rules = {**DEFAULT_RULES, "embed": None}
 
 _AXES: dict[str, LogicalAxes] = {
     "embed": ("vocab", "embed"),
@@ -107,6 +111,42 @@ def param_shardings(
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree_util.tree_map_with_path(sharding, param_shapes(config), is_leaf=_is_shape)
+
+
+def sampling_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """Return where parameters lie for sampling: split over ``tensor`` only.
+
+    Raises ValueError where the mesh has other axes of more than one device (a decode step
+    gathers nothing: it takes one engine a replica), or heads do not divide.
+    """
+    if mesh.shape["tensor"] != mesh.size:
+        raise ValueError(
+            f"the engine's mesh must have one axis, tensor, of more than one device, got "
+            f"{dict(mesh.shape)}; make an engine for each replica, with "
+            "make_mesh(tensor=..., devices=...)"
+        )
+    return param_shardings(config, mesh, _SAMPLING_RULES)
+
+
+def packed_shardings(packed: Packed, mesh: Mesh) -> Any:
+    """Return a tree like ``decoding.pack``'s result with a ``NamedSharding`` at each leaf."""
+    specs = {"embed": (None, "tensor"), "unembed": (None, "tensor"), "final_norm": ()}
+
+    def place(path: Any, _: jax.Array) -> NamedSharding:
+        if mesh.size == 1:
+            return replicated(mesh)
+        if path[0].name != "layers":
+            return NamedSharding(mesh, PartitionSpec(*specs[path[0].name]))
+        axes = _AXES[path[-1].key][1:]  # a layer's own arrays: no axis of layers
+        spec = [None if axis is None else _SAMPLING_RULES[axis] for axis in axes]
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree_util.tree_map_with_path(place, packed)
+
+
+def cache_sharding(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of keys and values: by head."""
+    return NamedSharding(mesh, PartitionSpec(None, "tensor"))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxagent.models.cache import Cache
 from jaxagent.models.config import ModelConfig
 from jaxagent.models.decoding import Packed
 from jaxagent.models.layers import Params
+from jaxagent.models.sharding import sampling_shardings
 from jaxagent.rollout import plan, programs
 from jaxagent.rollout.options import EngineConfig
 from jaxagent.rollout.session import Job
@@ -35,25 +37,28 @@ class DeviceState:
         version: int,
         model_config: ModelConfig,
         config: EngineConfig,
-        device: jax.Device,
+        mesh: Mesh,
         stats: Stats,
     ) -> None:
         self._model_config = model_config
         self._config = config
-        self._device = device
+        self._mesh = mesh
+        self._shardings = sampling_shardings(model_config, mesh)
         self._stats = stats
         self._roomy_blocks = 0
         self.weights = self.pack(params, version)
-        self._cache: Cache = jax.device_put(
-            # Committed to the device like the weights; otherwise its first use compiles apart.
-            programs.empty_cache(model_config, config.slots, config.context_lengths[0]),
-            device,
+        self._cache: Cache = programs.empty_cache(
+            config=model_config,
+            mesh=mesh,
+            slots=config.slots,
+            length=config.context_lengths[0],
         )
 
     def pack(self, params: Params, version: int) -> Weights:
         """Lay out new weights in buffers of their own; dispatched by the calling thread."""
-        params = jax.device_put(params, self._device)
-        return Weights(programs.pack(params, config=self._model_config), version)
+        params = jax.device_put(params, self._shardings)
+        packed = programs.pack(params, config=self._model_config, mesh=self._mesh)
+        return Weights(packed, version)
 
     def prefill(self, chunks: Sequence[plan.Chunk]) -> None:
         """Append tokens to slots."""
@@ -66,14 +71,19 @@ class DeviceState:
 
     def _prefill(self, tokens: np.ndarray, rows: np.ndarray) -> None:
         self._cache = programs.prefill(
-            self.weights.packed, self._cache, tokens, rows, config=self._model_config
+            self.weights.packed,
+            self._cache,
+            tokens,
+            rows,
+            config=self._model_config,
+            mesh=self._mesh,
         )
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy slots: pairs of (source, target), in order."""
         pairs = np.zeros((self._config.slots, 2), np.int32)
         pairs[: len(copies)] = np.reshape(copies, (-1, 2))
-        self._cache = programs.copy(self._cache, pairs, np.int32(len(copies)))
+        self._cache = programs.copy(self._cache, pairs, np.int32(len(copies)), mesh=self._mesh)
         self._stats.copies += len(copies)
 
     def decode(self, jobs: Sequence[Job]) -> programs.Drawn:
@@ -93,6 +103,7 @@ class DeviceState:
             self._cache,
             rows,
             config=self._model_config,
+            mesh=self._mesh,
             steps=self._config.decode_block,
         )
         return drawn
@@ -112,7 +123,7 @@ class DeviceState:
         now, then = lengths.index(self._cache.length), lengths.index(length)
         step = 1 if then > now else -1
         for index in range(now + step, then + step, step):
-            self._cache = programs.resized(self._cache, length=lengths[index])
+            self._cache = programs.resized(self._cache, mesh=self._mesh, length=lengths[index])
             self._stats.resizes += 1
 
     def warm_up(self) -> None:

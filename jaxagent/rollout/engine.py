@@ -26,9 +26,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxagent.models.config import ModelConfig
 from jaxagent.models.layers import Params
+from jaxagent.models.sharding import make_mesh
 from jaxagent.rollout import plan, programs
 from jaxagent.rollout.device import DeviceState
 from jaxagent.rollout.options import EngineConfig
@@ -53,6 +55,11 @@ class Engine:
     ``decode`` turns token ids into text and is needed for stop strings only. ``params`` may
     be donated by a trainer once the constructor or ``set_params`` has returned. An exception
     in the engine's thread fails every future, and every later call, with that exception.
+
+    ``mesh`` holds one replica: weights and cache are split over its ``tensor`` axis (by
+    default, the first local device has them whole). A mesh of several devices must not
+    share them with a learner that updates meanwhile: programs over the same devices that two
+    threads dispatch can each wait for the other.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class Engine:
         *,
         version: int = 0,
         decode: Decode | None = None,
-        device: jax.Device | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         if config.max_len > model_config.max_len:
             raise ValueError(
@@ -73,7 +80,8 @@ class Engine:
         self.model_config = model_config
         self.config = config
         self._decode = decode
-        self._target = jax.local_devices()[0] if device is None else device
+        mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
+        self._target = mesh.devices.flat[0]
         self._stats = Stats(version=version)
 
         # Shared with callers, under the condition's lock.
@@ -84,7 +92,7 @@ class Engine:
         self._futures: set[Future[Any]] = set()
 
         # Owned by the engine's thread.
-        self._device = DeviceState(params, version, model_config, config, self._target, self._stats)
+        self._device = DeviceState(params, version, model_config, config, mesh, self._stats)
         self._owners: list[Record | None] = [None] * config.slots
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}

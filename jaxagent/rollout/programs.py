@@ -1,7 +1,7 @@
 """The engine's compiled functions; all shapes are static, all settings are arrays.
 
 They are jitted here, once a process, so engines with equal configurations share what has
-been compiled.
+been compiled. ``mesh`` is where weights and cache lie, split over its ``tensor`` axis.
 """
 
 import threading
@@ -11,9 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from jaxagent.models import decoding
+from jaxagent.models import decoding, sharding
 from jaxagent.models.cache import Cache, copy_slots, init_cache, resize, write_rows
 from jaxagent.models.config import ModelConfig
 from jaxagent.models.decoding import Packed
@@ -52,9 +53,9 @@ class Drawn(NamedTuple):
     counts: jax.Array
 
 
-@partial(jax.jit, static_argnames=("config", "steps"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "mesh", "steps"), donate_argnames=("cache",))
 def decode_block(
-    packed: Packed, cache: Cache, rows: Rows, *, config: ModelConfig, steps: int
+    packed: Packed, cache: Cache, rows: Rows, *, config: ModelConfig, mesh: Mesh, steps: int
 ) -> tuple[Cache, Drawn]:
     """Draw up to ``steps`` tokens in every slot that takes part.
 
@@ -100,13 +101,14 @@ def decode_block(
         jnp.zeros((steps, slots), jnp.float32),
         jnp.zeros(slots, jnp.int32),
     )
-    first = Carry(jnp.int32(0), init_cache(config, slots, steps), token, remaining, blank)
+    block = _split(init_cache(config, slots, steps), mesh)
+    first = Carry(jnp.int32(0), block, token, remaining, blank)
     last = jax.lax.while_loop(unfinished, advance, first)
     cache = write_rows(cache, last.block, jnp.arange(slots), starts, last.drawn.counts)
-    return cache, last.drawn
+    return _split(cache, mesh), last.drawn
 
 
-@partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
 def prefill(
     packed: Packed,
     cache: Cache,
@@ -114,36 +116,47 @@ def prefill(
     rows: NDArray[np.int32],
     *,
     config: ModelConfig,
+    mesh: Mesh,
 ) -> Cache:
     """Append ``tokens [R, T]`` to slots; ``rows [R, 3]`` holds slot, tokens cached, count."""
     slots, starts, counts = (jnp.asarray(rows)[:, i] for i in range(3))
     _, cache = decoding.extend(packed, config, cache, jnp.asarray(tokens), slots, starts, counts)
-    return cache
+    return _split(cache, mesh)
 
 
-@partial(jax.jit, donate_argnames=("cache",))
-def copy(cache: Cache, pairs: NDArray[np.int32], count: NDArray[np.int32]) -> Cache:
+@partial(jax.jit, static_argnames=("mesh",), donate_argnames=("cache",))
+def copy(cache: Cache, pairs: NDArray[np.int32], count: NDArray[np.int32], *, mesh: Mesh) -> Cache:
     """Copy slots: ``pairs [slots, 2]`` of (source, target), of which ``count`` hold."""
-    return copy_slots(cache, jnp.asarray(pairs)[:, 0], jnp.asarray(pairs)[:, 1], jnp.asarray(count))
+    sources, targets = (jnp.asarray(pairs)[:, i] for i in range(2))
+    return _split(copy_slots(cache, sources, targets, jnp.asarray(count)), mesh)
 
 
-@partial(jax.jit, static_argnames=("length",))
-def resized(cache: Cache, *, length: int) -> Cache:
+@partial(jax.jit, static_argnames=("mesh", "length"))
+def resized(cache: Cache, *, mesh: Mesh, length: int) -> Cache:
     """Return the cache with room for ``length`` positions a slot."""
-    return resize(cache, length)
+    return _split(resize(cache, length), mesh)
 
 
-@partial(jax.jit, static_argnames=("config",))
-def pack(params: Params, *, config: ModelConfig) -> Packed:
+@partial(jax.jit, static_argnames=("config", "mesh"))
+def pack(params: Params, *, config: ModelConfig, mesh: Mesh) -> Packed:
     """Lay out parameters for sampling, in buffers of their own.
 
     The copy matters: jit returns an unchanged argument as it is, and a trainer that later
     donates its parameters would delete them under the engine.
     """
-    return jax.tree.map(jnp.copy, decoding.pack(params, config))
+    packed = jax.tree.map(jnp.copy, decoding.pack(params, config, fuse=mesh.size == 1))
+    return jax.lax.with_sharding_constraint(packed, sharding.packed_shardings(packed, mesh))
 
 
-empty_cache = jax.jit(init_cache, static_argnames=("config", "slots", "length"))
+@partial(jax.jit, static_argnames=("config", "mesh", "slots", "length"))
+def empty_cache(*, config: ModelConfig, mesh: Mesh, slots: int, length: int) -> Cache:
+    """Return a cache of nothing."""
+    return _split(init_cache(config, slots, length), mesh)
+
+
+def _split(cache: Cache, mesh: Mesh) -> Cache:
+    """Keep keys and values split by head: what comes out lies as what went in."""
+    return jax.lax.with_sharding_constraint(cache, sharding.cache_sharding(mesh))
 
 
 class _Compilations(threading.local):

@@ -65,5 +65,8 @@ def _project_mlp(weights: Params, config: ModelConfig, h: jax.Array) -> Sequence
 
 
 def _dense(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    out = x @ weight.astype(x.dtype)
+    # One product of two matrices: with more axes, XLA transposes the cotangents of the
+    # outputs, which are the larger arrays, to get the gradient of the weight.
+    flat = x.reshape(-1, x.shape[-1]) @ weight.astype(x.dtype)
+    out = flat.reshape(*x.shape[:-1], weight.shape[-1])
     return out if bias is None else out + bias.astype(x.dtype)

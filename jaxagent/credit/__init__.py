@@ -1,8 +1,10 @@
 """Credit assignment: who gets how much of the reward, as composable pure functions."""
 
 from jaxagent.credit.base import Credit, assign, chain, clip
+from jaxagent.credit.gae import gae, value_targets
 from jaxagent.credit.group import group_relative, group_stats, leave_one_out, lowered_baseline
 from jaxagent.credit.rewards import drop_flat_groups, has_signal, kl_in_reward, overlong_penalty
+from jaxagent.credit.turns import turn_returns
 
 __all__ = [
     "Credit",
@@ -10,6 +12,7 @@ __all__ = [
     "chain",
     "clip",
     "drop_flat_groups",
+    "gae",
     "group_relative",
     "group_stats",
     "has_signal",
@@ -17,4 +20,6 @@ __all__ = [
     "leave_one_out",
     "lowered_baseline",
     "overlong_penalty",
+    "turn_returns",
+    "value_targets",
 ]

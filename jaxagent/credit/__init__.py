@@ -4,6 +4,7 @@ from jaxagent.credit.base import Credit, assign, chain, clip
 from jaxagent.credit.gae import gae, value_targets
 from jaxagent.credit.group import group_relative, group_stats, leave_one_out, lowered_baseline
 from jaxagent.credit.rewards import drop_flat_groups, has_signal, kl_in_reward, overlong_penalty
+from jaxagent.credit.state_groups import gigpo_state, state_ids
 from jaxagent.credit.turns import turn_returns
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "clip",
     "drop_flat_groups",
     "gae",
+    "gigpo_state",
     "group_relative",
     "group_stats",
     "has_signal",
@@ -20,6 +22,7 @@ __all__ = [
     "leave_one_out",
     "lowered_baseline",
     "overlong_penalty",
+    "state_ids",
     "turn_returns",
     "value_targets",
 ]

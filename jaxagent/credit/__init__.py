@@ -9,18 +9,27 @@ from jaxagent.credit.information import (
     log_ratio_td,
     position_relative,
 )
+from jaxagent.credit.redistribute import belief_redistribution, progress_redistribution
 from jaxagent.credit.rewards import drop_flat_groups, has_signal, kl_in_reward, overlong_penalty
 from jaxagent.credit.state_groups import gigpo_state, state_ids
+from jaxagent.credit.teachers import (
+    gated_difficulty,
+    routed_teacher_shift,
+    select_advice,
+    teacher_shift,
+)
 from jaxagent.credit.turns import turn_returns
 
 __all__ = [
     "Credit",
     "assign",
+    "belief_redistribution",
     "chain",
     "clip",
     "drop_flat_groups",
     "evidence_gain",
     "gae",
+    "gated_difficulty",
     "gigpo_state",
     "group_relative",
     "group_stats",
@@ -32,7 +41,11 @@ __all__ = [
     "lowered_baseline",
     "overlong_penalty",
     "position_relative",
+    "progress_redistribution",
+    "routed_teacher_shift",
+    "select_advice",
     "state_ids",
+    "teacher_shift",
     "turn_returns",
     "value_targets",
 ]

@@ -12,6 +12,16 @@ from jaxagent.credit.information import (
 from jaxagent.credit.redistribute import belief_redistribution, progress_redistribution
 from jaxagent.credit.rewards import drop_flat_groups, has_signal, kl_in_reward, overlong_penalty
 from jaxagent.credit.state_groups import gigpo_state, state_ids
+from jaxagent.credit.structure import (
+    ComparisonRecord,
+    Role,
+    best_so_far,
+    imagined_advantage,
+    imagined_targets,
+    role_shift,
+    tree_advantage,
+    window_advantage,
+)
 from jaxagent.credit.teachers import (
     gated_difficulty,
     routed_teacher_shift,
@@ -21,9 +31,12 @@ from jaxagent.credit.teachers import (
 from jaxagent.credit.turns import turn_returns
 
 __all__ = [
+    "ComparisonRecord",
     "Credit",
+    "Role",
     "assign",
     "belief_redistribution",
+    "best_so_far",
     "chain",
     "clip",
     "drop_flat_groups",
@@ -34,6 +47,8 @@ __all__ = [
     "group_relative",
     "group_stats",
     "has_signal",
+    "imagined_advantage",
+    "imagined_targets",
     "information_gain",
     "kl_in_reward",
     "leave_one_out",
@@ -42,10 +57,13 @@ __all__ = [
     "overlong_penalty",
     "position_relative",
     "progress_redistribution",
+    "role_shift",
     "routed_teacher_shift",
     "select_advice",
     "state_ids",
     "teacher_shift",
+    "tree_advantage",
     "turn_returns",
     "value_targets",
+    "window_advantage",
 ]

@@ -1,6 +1,16 @@
 """Credit assignment: who gets how much of the reward, as composable pure functions."""
 
 from jaxagent.credit.base import Credit, assign, chain, clip
+from jaxagent.credit.exploration import (
+    OutcomeCounts,
+    batch_bonus,
+    count_outcomes,
+    demonstration_prefix,
+    historical_bonus,
+    stage_groups,
+    stop_threshold,
+    with_bonus,
+)
 from jaxagent.credit.gae import gae, value_targets
 from jaxagent.credit.group import group_relative, group_stats, leave_one_out, lowered_baseline
 from jaxagent.credit.information import (
@@ -33,12 +43,16 @@ from jaxagent.credit.turns import turn_returns
 __all__ = [
     "ComparisonRecord",
     "Credit",
+    "OutcomeCounts",
     "Role",
     "assign",
+    "batch_bonus",
     "belief_redistribution",
     "best_so_far",
     "chain",
     "clip",
+    "count_outcomes",
+    "demonstration_prefix",
     "drop_flat_groups",
     "evidence_gain",
     "gae",
@@ -47,6 +61,7 @@ __all__ = [
     "group_relative",
     "group_stats",
     "has_signal",
+    "historical_bonus",
     "imagined_advantage",
     "imagined_targets",
     "information_gain",
@@ -60,10 +75,13 @@ __all__ = [
     "role_shift",
     "routed_teacher_shift",
     "select_advice",
+    "stage_groups",
     "state_ids",
+    "stop_threshold",
     "teacher_shift",
     "tree_advantage",
     "turn_returns",
     "value_targets",
     "window_advantage",
+    "with_bonus",
 ]

@@ -5,8 +5,8 @@ and starts afresh; the others shift, scale or bound it. All work inside jit as w
 NumPy batches, on whole batches: groups are never cut.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,39 @@ from jaxagent.losses.base import select
 
 CreditMetrics = Mapping[str, jax.Array]
 CreditFn = Callable[[Batch, jax.Array], tuple[jax.Array, CreditMetrics]]
+Stage = Literal["base", "multiplicative", "additive", "any"]
 
 
 class Credit(NamedTuple):
-    """A credit transform and the ``batch.scores`` it reads."""
+    """A credit transform, the ``batch.scores`` and ``batch.extras`` it reads, and its place.
+
+    ``stage``: ``"base"`` starts afresh; ``"multiplicative"`` moves credit between the tokens
+    of an episode and keeps its sign and sum, so it must see the base's advantages before
+    anything was added to them; ``"additive"`` shifts them; ``"any"`` goes anywhere.
+    ``steps``: what :func:`chain` put together.
+    """
 
     fn: CreditFn
     scores: frozenset[str] = frozenset()
+    extras: frozenset[str] = frozenset()
+    stage: Stage = "any"
+    steps: "tuple[Credit, ...]" = ()
 
     def __call__(self, batch: Batch, advantages: jax.Array) -> tuple[jax.Array, CreditMetrics]:
         return self.fn(batch, advantages)
 
 
 def chain(*transforms: Credit | CreditFn) -> Credit:
-    """Runs ``transforms`` in order; a plain function is a transform that reads no scores."""
+    """Runs ``transforms`` in order: a base, then multiplicative ones, then additive ones.
+
+    A plain function is a transform that reads no scores and may stand anywhere, at the start
+    too. A chain within a chain counts as written out. Raises ValueError on a wrong order.
+    """
     if not transforms:
         raise ValueError("chain needs at least one credit transform")
-    steps = [t if isinstance(t, Credit) else Credit(t) for t in transforms]
+    given = [t if isinstance(t, Credit) else Credit(t) for t in transforms]
+    steps = tuple(step for credit in given for step in (credit.steps or (credit,)))
+    _check_order(steps)
 
     def fn(batch: Batch, advantages: jax.Array) -> tuple[jax.Array, CreditMetrics]:
         metrics: dict[str, jax.Array] = {}
@@ -41,7 +57,43 @@ def chain(*transforms: Credit | CreditFn) -> Credit:
             metrics.update(found)
         return advantages, metrics
 
-    return Credit(fn, frozenset().union(*(step.scores for step in steps)))
+    return Credit(
+        fn,
+        frozenset().union(*(step.scores for step in steps)),
+        frozenset().union(*(step.extras for step in steps)),
+        "base" if any(step.stage == "base" for step in steps) else "any",
+        steps,
+    )
+
+
+def _check_order(steps: Sequence[Credit]) -> None:
+    for index, step in enumerate(steps):
+        before = steps[:index]
+        name = _name(step)
+        if step.stage == "base":
+            lost = [_name(other) for other in before if other.stage != "any"]
+            if lost:
+                raise ValueError(
+                    f"{name} starts afresh and would discard {', '.join(lost)}: "
+                    "a chain has one base, and it comes first"
+                )
+        elif step.stage != "any" and not before:
+            raise ValueError(
+                f"{name} is {step.stage}: it changes advantages that are there; put a base "
+                "before it, such as group_relative()"
+            )
+        elif step.stage == "multiplicative":
+            added = [_name(other) for other in before if other.stage == "additive"]
+            if added:
+                raise ValueError(
+                    f"{name} is multiplicative: it must come right after the base, "
+                    f"before the additive {', '.join(added)}"
+                )
+
+
+def _name(step: Credit) -> str:
+    """The factory that made it, as an error message should call it."""
+    return getattr(step.fn, "__qualname__", repr(step.fn)).split(".<locals>")[0]
 
 
 def clip(bound: float) -> Credit:
@@ -59,14 +111,20 @@ def clip(bound: float) -> Credit:
 
 
 def assign(credit: Credit | CreditFn, batch: Batch) -> tuple[Batch, dict[str, jax.Array]]:
-    """The batch with its advantages filled, and metrics. Raises ValueError on missing scores.
+    """The batch with its advantages filled, and metrics.
 
-    Advantages are 0 off the ACTION tokens of valid episodes, and carry no gradient.
+    Advantages are 0 off the ACTION tokens of valid episodes, and carry no gradient. Raises
+    ValueError on missing scores and extras, and where ``credit`` lacks its base.
     """
-    credit = credit if isinstance(credit, Credit) else Credit(credit)
+    credit = chain(credit)
     missing = credit.scores - set(batch.scores)
     if missing:
         raise ValueError(f"credit needs the score {', '.join(sorted(missing))}: score the batch")
+    missing = credit.extras - set(batch.extras)
+    if missing:
+        raise ValueError(
+            f"credit needs the extra {', '.join(sorted(missing))}: add it with batch.with_extra"
+        )
     mask = action_mask(batch)
     start = jnp.zeros_like(jnp.asarray(batch.advantages))
     advantages, found = credit(batch, start)

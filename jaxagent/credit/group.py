@@ -10,9 +10,9 @@ from jaxagent.data.batch import Batch, per_token
 
 
 class GroupStats(NamedTuple):
-    """Statistics of each episode's group over its valid episodes, all [E].
+    """Statistics of each member's group, spread back to the members: [E] or [N].
 
-    ``signal``: the group has two valid episodes or more and their values differ.
+    ``signal``: the group counts two members or more and their values differ.
     """
 
     size: jax.Array
@@ -21,30 +21,64 @@ class GroupStats(NamedTuple):
     signal: jax.Array
 
 
-def group_stats(batch: Batch, values: jax.Array, ddof: int = 1) -> GroupStats:
-    """Group count, mean and standard deviation of ``values`` [E], spread back to episodes.
+def segment_stats(
+    ids: jax.Array, values: jax.Array, counted: jax.Array, bins: int, ddof: int = 1
+) -> GroupStats:
+    """Count, mean and standard deviation of ``values`` [N] over members with the same id.
 
-    Groups come from ``group_ids`` alone, in any order. Where the values of a group are all
-    equal the mean is that value and the deviation 0, exactly.
+    ``ids`` lie in 0..bins-1, in any order; members that are not ``counted`` take no part.
+    Where the values of a group are all equal the mean is that value and the deviation 0,
+    exactly.
     """
-    bins = batch.num_episodes + 1
-    ids = jnp.asarray(batch.group_ids)
-    valid = jnp.asarray(batch.valid)
-    values = jnp.asarray(values)
+    ids = jnp.asarray(ids)
 
     def group_sum(x: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(x, ids, num_segments=bins)[ids]
 
-    count = group_sum(valid.astype(values.dtype))
-    mean = group_sum(jnp.where(valid, values, 0.0)) / jnp.maximum(count, 1)
-    lowest = jax.ops.segment_min(jnp.where(valid, values, jnp.inf), ids, num_segments=bins)[ids]
-    highest = jax.ops.segment_max(jnp.where(valid, values, -jnp.inf), ids, num_segments=bins)[ids]
+    count = group_sum(counted.astype(values.dtype))
+    mean = group_sum(jnp.where(counted, values, 0.0)) / jnp.maximum(count, 1)
+    lowest = jax.ops.segment_min(jnp.where(counted, values, jnp.inf), ids, num_segments=bins)[ids]
+    highest = jax.ops.segment_max(jnp.where(counted, values, -jnp.inf), ids, num_segments=bins)[ids]
     signal = (count > 1) & (highest > lowest)
     # Equal values can have a mean one rounding away from them: not a difference to learn from.
     mean = jnp.where(signal, mean, jnp.where(count > 0, lowest, 0.0))
-    squares = group_sum(jnp.where(valid, (values - mean) ** 2, 0.0))
+    squares = group_sum(jnp.where(counted, (values - mean) ** 2, 0.0))
     std = jnp.sqrt(jnp.where(signal, squares / jnp.maximum(count - ddof, 1), 1.0))
     return GroupStats(count, mean, jnp.where(signal, std, 0.0), signal)
+
+
+def group_stats(batch: Batch, values: jax.Array, ddof: int = 1) -> GroupStats:
+    """Statistics of ``values`` [E] over each episode's group, invalid episodes left out."""
+    return segment_stats(
+        jnp.asarray(batch.group_ids),
+        jnp.asarray(values),
+        jnp.asarray(batch.valid),
+        batch.num_episodes + 1,
+        ddof,
+    )
+
+
+def pooled_scores(
+    batch: Batch, values: jax.Array, counted: jax.Array, eps: float = 1e-6
+) -> jax.Array:
+    """``(x - mean_g) / (std_g + eps)`` of ``values`` [E,K], pooled over all counted turns of a
+    group (sample deviation); 0 where they are all equal, and at turns not counted."""
+    ids = jnp.broadcast_to(jnp.asarray(batch.group_ids)[:, None], values.shape)
+    stats = segment_stats(
+        ids.reshape(-1), values.reshape(-1), counted.reshape(-1), batch.num_episodes + 1
+    )
+    centred = jnp.where(stats.signal, values.reshape(-1) - stats.mean, 0.0)
+    return jnp.where(counted, (centred / (stats.std + eps)).reshape(values.shape), 0.0)
+
+
+def dense_ids(*keys: jax.Array) -> jax.Array:
+    """One id in 0..N-1 for each distinct combination of integer ``keys``, [N] each."""
+    order = jnp.lexsort(keys[::-1])
+    new = jnp.zeros(order.shape, bool)
+    for key in keys:
+        ordered = key[order]
+        new = new | jnp.concatenate([jnp.zeros((1,), bool), ordered[1:] != ordered[:-1]])
+    return jnp.zeros(order.shape, jnp.int32).at[order].set(jnp.cumsum(new).astype(jnp.int32))
 
 
 def group_metrics(batch: Batch, stats: GroupStats) -> dict[str, jax.Array]:
@@ -93,7 +127,7 @@ def group_relative(
             values = jnp.where(stats.size == 1, rewards, values)
         return _spread(batch, values), group_metrics(batch, stats)
 
-    return Credit(fn)
+    return Credit(fn, stage="base")
 
 
 def leave_one_out() -> Credit:
@@ -110,7 +144,7 @@ def leave_one_out() -> Credit:
         values = jnp.where(stats.signal, factor * (rewards - stats.mean), 0.0)
         return _spread(batch, values), group_metrics(batch, stats)
 
-    return Credit(fn)
+    return Credit(fn, stage="base")
 
 
 def lowered_baseline(share: float = 0.2) -> Credit:
@@ -132,7 +166,7 @@ def lowered_baseline(share: float = 0.2) -> Credit:
         stats = group_stats(batch, rewards)
         return _spread(batch, rewards - share * stats.mean), group_metrics(batch, stats)
 
-    return Credit(fn)
+    return Credit(fn, stage="base")
 
 
 def _spread(batch: Batch, values: jax.Array) -> jax.Array:

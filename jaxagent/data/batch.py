@@ -39,6 +39,7 @@ class Batch:
     | versions | [E] int32 | oldest weights that drew one of its tokens; -1 if none |
     | turn_rewards | [E,K] f32 | 0 beyond an episode's last turn |
     | scores | name -> [R,T] f32 | extra forward passes: "reference", "proximal", ... |
+    | extras | name -> [E, ...] | what only some methods read: "gold_logprobs" [E,K+1], ... |
     """
 
     tokens: Array
@@ -57,6 +58,7 @@ class Batch:
     versions: Array
     turn_rewards: Array
     scores: dict[str, Array] = flax.struct.field(default_factory=dict)
+    extras: dict[str, Array] = flax.struct.field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -71,6 +73,11 @@ class Batch:
         """E, padding episodes included."""
         return int(self.rewards.shape[0])
 
+    @property
+    def num_turns(self) -> int:
+        """K, the turns there is room for."""
+        return int(self.turn_rewards.shape[1])
+
     def with_score(self, name: str, values: Array) -> "Batch":
         """Adds one extra forward pass, ``values`` [R,T]."""
         if values.shape != self.tokens.shape:
@@ -79,6 +86,16 @@ class Batch:
             )
         scored: Batch = self.replace(scores={**self.scores, name: values})  # type: ignore[attr-defined]
         return scored
+
+    def with_extra(self, name: str, values: Array) -> "Batch":
+        """Adds ``values`` [E], [E,K] or [E,K+1] (the boundaries around each turn)."""
+        if not values.shape or values.shape[0] != self.num_episodes:
+            raise ValueError(
+                f"extra {name!r} has shape {values.shape}, its leading axis must be the batch's "
+                f"{self.num_episodes} episodes, padding included"
+            )
+        extended: Batch = self.replace(extras={**self.extras, name: values})  # type: ignore[attr-defined]
+        return extended
 
 
 def per_token(batch: Batch, values: Array) -> jax.Array:
@@ -101,6 +118,52 @@ def episode_sum(batch: Batch, values: Array) -> jax.Array:
         num_segments=count + 1,
     )
     return summed[:count]
+
+
+def per_turn_token(batch: Batch, values: Array) -> jax.Array:
+    """Spreads ``values`` [E,K] over the tokens of each turn: [R,T], 0 in prompts and padding."""
+    values = jnp.asarray(values)
+    padded = jnp.pad(values, ((0, 1), (0, 1)))
+    turns = jnp.asarray(batch.turn_ids)
+    turns = jnp.where((turns >= 0) & (turns < batch.num_turns), turns, batch.num_turns)
+    return padded[jnp.asarray(batch.episode_ids), turns]
+
+
+def turn_sum(batch: Batch, values: Array) -> jax.Array:
+    """Sums ``values`` [R,T] over each turn of each episode: [E,K]; prompts are left out."""
+    episodes, turns = jnp.asarray(batch.episode_ids), jnp.asarray(batch.turn_ids)
+    count = batch.num_episodes * batch.num_turns
+    inside = (turns >= 0) & (turns < batch.num_turns)
+    ids = jnp.where(inside, episodes * batch.num_turns + turns, count)
+    summed = jax.ops.segment_sum(
+        jnp.asarray(values).reshape(-1),
+        jnp.minimum(ids, count).reshape(-1),
+        num_segments=count + 1,
+    )
+    return summed[:count].reshape(batch.num_episodes, batch.num_turns)
+
+
+def turn_mask(batch: Batch) -> jax.Array:
+    """[E,K] bool: turns in which the policy sampled a token, in valid episodes."""
+    return turn_sum(batch, action_mask(batch).astype(jnp.int32)) > 0
+
+
+def last_turn_mask(batch: Batch) -> jax.Array:
+    """[E,K] bool: the last turn of each episode that has one."""
+    turns = turn_mask(batch)
+    later = jnp.cumsum(turns[:, ::-1], axis=1)[:, ::-1] - turns
+    return turns & (later == 0)
+
+
+def token_order(batch: Batch, mask: Array) -> jax.Array:
+    """[R*T]: indices that sort the flattened tokens by episode, turn and position.
+
+    The contexts of an episode may lie in any rows: this is the order in which it happened.
+    Tokens off ``mask`` [R,T] come last.
+    """
+    episodes = jnp.where(mask, jnp.asarray(batch.episode_ids), batch.num_episodes)
+    keys = (jnp.asarray(batch.positions), jnp.asarray(batch.turn_ids), episodes)
+    return jnp.lexsort([key.reshape(-1) for key in keys])
 
 
 def action_mask(batch: Batch) -> jax.Array:

@@ -168,7 +168,7 @@ def make_scorer(
     def score(params: Params, batch: Batch) -> jax.Array:
         check_rows(batch, micro_batches * _devices(mesh))
         # Scores that are there already would only make for more shapes to compile.
-        bare: Batch = batch.replace(scores={})  # type: ignore[attr-defined]
+        bare: Batch = batch.replace(scores={}, extras={})  # type: ignore[attr-defined]
         return scored(params, bare if mesh is None else place_batch(bare, mesh))
 
     return score

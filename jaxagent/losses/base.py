@@ -24,12 +24,33 @@ Aggregate = Literal["token", "episode", "episode_sum", "constant"]
 
 AGGREGATES = ("token", "episode", "episode_sum", "constant")
 MAX_LOG_RATIO = 20.0
+# Not an output of the model: the version of the weights that the update starts from.
+STEP = "step"
+
+# (outputs, batch) -> (losses [R,T], mask [R,T], metrics), losses 0 off the mask.
+TokenLossFn = Callable[[Outputs, Batch], tuple[jax.Array, jax.Array, Metrics]]
+
+
+class TokenLoss(NamedTuple):
+    """A loss before it is summed up, for what works token by token (corrections).
+
+    ``reduce(losses, mask, batch) -> (numerator, denominator)`` sums it up.
+    ``old``: whose probabilities its ratio is taken against, None where it has no ratio.
+    ``weighted``: each token already carries a weight that turns the sampler's
+    distribution into another policy's; a second one would square it.
+    """
+
+    fn: TokenLossFn
+    reduce: Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, jax.Array]]
+    old: str | None
+    weighted: bool
 
 
 class Loss(NamedTuple):
     """A loss and what it must be given.
 
-    ``needs``: outputs of the forward pass (``"logprobs"``, ``"entropy"``, ...).
+    ``needs``: outputs of the forward pass (``"logprobs"``, ``"entropy"``, ...); ``"step"``
+    is the version of the weights that the update starts from, and always given.
     ``scores``: names that must be in ``batch.scores``.
     ``fn(outputs, batch) -> (numerator, denominator, metrics)``: the term's value is
     numerator / denominator, and 0 where the denominator is 0.
@@ -37,12 +58,14 @@ class Loss(NamedTuple):
     the outputs of another row (true of any sum over tokens, false of losses that square
     or exponentiate a sum over an episode). It spares micro-batched updates one forward
     pass; False is always right.
+    ``tokens``: the same loss token by token, where it is a sum over tokens.
     """
 
     needs: frozenset[str]
     scores: frozenset[str]
     fn: LossFn
     token_local: bool = False
+    tokens: TokenLoss | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +83,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset().union(*(term.loss.needs for term in self.terms))
+        return frozenset().union(*(term.loss.needs for term in self.terms)) - {STEP}
 
     @property
     def scores(self) -> frozenset[str]:
@@ -74,7 +97,7 @@ class Objective:
         """Raises ValueError naming the term whose input will be missing."""
         for term in self.terms:
             for kind, needed, given in (
-                ("output", term.loss.needs, outputs),
+                ("output", term.loss.needs - {STEP}, outputs),
                 ("score", term.loss.scores, scores),
             ):
                 if given is not None and not needed <= given:
@@ -94,7 +117,8 @@ class Objective:
         total = jnp.zeros((), jnp.float32)
         metrics: dict[str, jax.Array] = {}
         for term in self.terms:
-            numerator, denominator, found = term.loss.fn(outputs, batch)
+            given = {**outputs, STEP: jnp.asarray(step)} if STEP in term.loss.needs else outputs
+            numerator, denominator, found = term.loss.fn(given, batch)
             value = ratio(numerator, denominator)
             metrics[f"{term.name}/loss"] = value
             for name, metric in found.items():
@@ -204,3 +228,30 @@ def aggregate_tokens(
     if episode_mean:
         return total / constant, episodes
     return total, jnp.asarray(constant, values.dtype)
+
+
+def token_loss(
+    fn: TokenLossFn,
+    aggregate: Aggregate = "token",
+    constant: float | None = None,
+    episode_mean: bool | None = None,
+    *,
+    needs: frozenset[str] = frozenset({"logprobs"}),
+    scores: frozenset[str] = frozenset(),
+    old: str | None = None,
+    token_local: bool = True,
+) -> Loss:
+    """The loss that sums up ``fn`` as :func:`aggregate_tokens` does, and exposes ``fn`` itself.
+
+    ``old``: see :class:`TokenLoss`. A ratio to the sampler ("behavior") is a weight too.
+    """
+    check_aggregate(aggregate, constant, episode_mean)
+
+    def reduce(losses: jax.Array, mask: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return aggregate_tokens(losses, mask, batch, aggregate, constant, episode_mean)
+
+    def total(outputs: Outputs, batch: Batch) -> tuple[jax.Array, jax.Array, Metrics]:
+        losses, mask, metrics = fn(outputs, batch)
+        return (*reduce(losses, mask, batch), metrics)
+
+    return Loss(needs, scores, total, token_local, TokenLoss(fn, reduce, old, old == "behavior"))

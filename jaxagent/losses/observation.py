@@ -9,7 +9,9 @@ from jaxagent.data.batch import Batch, observation_mask
 from jaxagent.losses.base import Loss, Metrics, Outputs, aggregate_tokens, select
 
 
-def observation_prediction(normalise: Literal["token", "episode"] = "token") -> Loss:
+def observation_prediction(
+    normalise: Literal["token", "episode"] = "token", weighted: bool = False
+) -> Loss:
     """Cross-entropy of the environment's own tokens, from the same forward pass (ECHO).
 
     Only OBSERVATION tokens after the first action count: never the prompt, never TEMPLATE.
@@ -17,7 +19,13 @@ def observation_prediction(normalise: Literal["token", "episode"] = "token") -> 
     weight. ``normalise="token"`` divides by the number of observation tokens in the global
     batch, ``"episode"`` takes the mean over episodes of each episode's token mean. The
     denominator is its own, so observations never dilute the policy gradient. The usual
-    weight in :func:`~jaxagent.losses.base.combine` is 0.05 to 0.1.
+    weight in :func:`~jaxagent.losses.base.combine` is 0.05 to 0.1; a policy term of weight 0
+    beside it is training without a verifier.
+
+    ``weighted`` multiplies each token's loss by ``scores["observation_weight"]`` [R,T]. Only
+    the numerator sees the weight: what divides is the *number* of tokens whose weight is not
+    0. So weights of 0 leave tokens out (warnings, say), and doubling all of them doubles
+    the loss.
 
     Source: ECHO (abstract); prime-rl's ``orchestrator/algo/echo.py`` (token mean).
     """
@@ -26,8 +34,12 @@ def observation_prediction(normalise: Literal["token", "episode"] = "token") -> 
 
     def fn(outputs: Outputs, batch: Batch) -> tuple[jax.Array, jax.Array, Metrics]:
         mask = observation_mask(batch)
+        if weighted:
+            weights = jax.lax.stop_gradient(jnp.asarray(batch.scores["observation_weight"]))
+            mask = mask & (weights != 0)
         losses = -select(mask, outputs["logprobs"])
-        numerator, denominator = aggregate_tokens(losses, mask, batch, normalise)
+        weighed = select(mask, weights) * losses if weighted else losses
+        numerator, denominator = aggregate_tokens(weighed, mask, batch, normalise)
         # The first turns are where collapse to easy outputs would not show: log both ends.
         early = mask & (jnp.asarray(batch.turn_ids) == 0)
         late = mask & ~early
@@ -38,4 +50,5 @@ def observation_prediction(normalise: Literal["token", "episode"] = "token") -> 
         }
         return numerator, denominator, metrics
 
-    return Loss(frozenset({"logprobs"}), frozenset(), fn, token_local=True)
+    scores = frozenset({"observation_weight"} if weighted else ())
+    return Loss(frozenset({"logprobs"}), scores, fn, token_local=True)

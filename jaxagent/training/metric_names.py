@@ -103,7 +103,16 @@ loss | nats | the weighted sum of all terms
 <term>/ratio_mean | 1 | mean probability ratio of the new policy to the old
 <term>/ratio_max | 1 | largest probability ratio
 <term>/kl_old | nats | k3 estimate of the KL from the old policy
-<term>/k1 | nats | k1 estimate of the KL to the reference
+<term>/k1 | nats | k1 estimate of the KL to the reference or teacher
+<term>/importance_weight | 1 | mean weight that corrects for the sampler, dropped tokens as 0
+<term>/kept_fraction | 1 | fraction of tokens that corrections or a trust region keep
+<term>/log_z | nats | mean estimate of the log partition function
+<term>/log_ratio | nats | mean log-ratio of an episode to the reference
+<term>/energy | 1 | mean energy of an episode
+<term>/teacher_gap | nats | mean log-probability of the teacher minus that of the old policy
+<term>/value_mean | reward | mean value the critic gives an ACTION token
+<term>/accuracy | 1 | fraction predicted or preferred rightly
+<term>/pairs | pairs | preference pairs the term is taken over
 <term>/nll_first_turn | nats | mean negative log-prob of observation tokens of the first turn
 <term>/nll_later_turns | nats | the same for all later turns
 eval/success | 1 | success rate on held-out tasks

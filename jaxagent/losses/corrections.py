@@ -84,7 +84,7 @@ def corrected(
         for correction in corrections:
             factor, kept = correction.fn(log_ratio, actions, batch)
             weight, keep = weight * factor, keep & kept
-        weight = jax.lax.stop_gradient(select(keep, weight))
+        weight = select(keep, weight)
         count = jnp.sum(mask)
         metrics = {
             **metrics,

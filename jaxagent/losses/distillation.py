@@ -131,7 +131,7 @@ def teacher_policy_gradient(
         policy = -gap * jnp.exp(clamp_log_ratio(log_ratio))
         metrics = {
             "k1": (-jnp.sum(gap), jnp.sum(mask)),
-            "kept_fraction": (jnp.sum(keep), jnp.sum(mask)),
+            "trusted_fraction": (jnp.sum(keep), jnp.sum(mask)),
             **ratio_metrics(mask, clamp_log_ratio(log_ratio)),
         }
         return select(keep, policy) + drift_weight * log_ratio**2, mask, metrics

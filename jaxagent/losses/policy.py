@@ -218,7 +218,7 @@ def dppo(
         keep = mask & jnp.where(advantages > 0, change <= drop_high, change >= -drop_low)
         policy = -advantages * jnp.exp(clamp_log_ratio(log_ratio))
         metrics = {
-            "kept_fraction": (jnp.sum(keep), jnp.sum(mask)),
+            "trusted_fraction": (jnp.sum(keep), jnp.sum(mask)),
             **ratio_metrics(mask, clamp_log_ratio(log_ratio)),
         }
         return select(keep, policy) + drift_weight * log_ratio**2, mask, metrics

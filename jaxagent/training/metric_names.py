@@ -105,7 +105,8 @@ loss | nats | the weighted sum of all terms
 <term>/kl_old | nats | k3 estimate of the KL from the old policy
 <term>/k1 | nats | k1 estimate of the KL to the reference or teacher
 <term>/importance_weight | 1 | mean weight that corrects for the sampler, dropped tokens as 0
-<term>/kept_fraction | 1 | fraction of tokens that corrections or a trust region keep
+<term>/kept_fraction | 1 | fraction of tokens that corrections keep
+<term>/trusted_fraction | 1 | fraction of tokens within the trust region
 <term>/log_z | nats | mean estimate of the log partition function
 <term>/log_ratio | nats | mean log-ratio of an episode to the reference
 <term>/energy | 1 | mean energy of an episode

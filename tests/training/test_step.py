@@ -56,7 +56,18 @@ TERMS: dict[str, Any] = {
 }
 OBJECTIVES: dict[str, Objective] = {
     "local": losses.combine(**TERMS),
-    "balance": losses.combine(**TERMS, balance=(0.01, balance)),
+    "balance": losses.combine(
+        **TERMS,
+        balance=(0.01, balance),
+        gspo=(0.5, losses.gspo(0.1, 0.1)),
+        flow=(0.01, losses.trajectory_balance(0.5)),
+        weighed=(
+            0.5,
+            losses.corrected(
+                losses.reinforce(), losses.truncated_importance(level="sequence", normalise=True)
+            ),
+        ),
+    ),
 }
 SCORE = make_scorer(CONFIG)
 

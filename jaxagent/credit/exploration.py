@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jaxagent.credit.group import dense_ids, segment_stats
-from jaxagent.credit.rewards import RewardTransform
+from jaxagent.credit.rewards import RewardTransform, required_extra, with_rewards
 from jaxagent.data.batch import Batch
 
 # How often each outcome of each task came up: {(task, outcome): count}.
@@ -75,10 +75,7 @@ def with_bonus(batch: Batch, bonus: ArrayLike) -> Batch:
         )
     rewards = jnp.asarray(batch.rewards)
     padded = jnp.zeros_like(rewards).at[: len(given)].set(given)
-    shaped: Batch = batch.replace(  # type: ignore[attr-defined]
-        rewards=rewards + jnp.where(jnp.asarray(batch.valid), padded, 0.0)
-    )
-    return shaped
+    return with_rewards(batch, rewards + jnp.where(jnp.asarray(batch.valid), padded, 0.0))
 
 
 def batch_bonus(scale: float) -> RewardTransform:
@@ -93,11 +90,8 @@ def batch_bonus(scale: float) -> RewardTransform:
         raise ValueError(f"scale must be above 0, got {scale}")
 
     def transform(batch: Batch) -> tuple[Batch, dict[str, jax.Array]]:
-        if "outcome_ids" not in batch.extras:
-            raise ValueError(
-                "batch_bonus needs the extra outcome_ids: add it with batch.with_extra"
-            )
-        outcomes, groups = jnp.asarray(batch.extras["outcome_ids"]), jnp.asarray(batch.group_ids)
+        outcomes = required_extra(batch, "outcome_ids", "batch_bonus")
+        groups = jnp.asarray(batch.group_ids)
         valid = jnp.asarray(batch.valid)
         rewards = jnp.asarray(batch.rewards)
         some = valid & (outcomes >= 0)
@@ -105,8 +99,7 @@ def batch_bonus(scale: float) -> RewardTransform:
         same = segment_stats(dense_ids(groups, outcomes), rewards, some, bins).size
         size = segment_stats(groups, rewards, valid, bins).size
         penalty = jnp.where(some, scale * (same - 1) / jnp.maximum(size, 1), 0.0)
-        shaped: Batch = batch.replace(rewards=rewards - penalty)  # type: ignore[attr-defined]
-        return shaped, {}
+        return with_rewards(batch, rewards - penalty), {}
 
     return transform
 

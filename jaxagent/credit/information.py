@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxagent.credit.base import Credit, CreditMetrics
 from jaxagent.credit.group import dense_ids, group_metrics, group_stats, segment_stats
-from jaxagent.credit.rewards import RewardTransform
+from jaxagent.credit.rewards import RewardTransform, required_extra
 from jaxagent.credit.turns import RewardSource, check_source, rewards_by_turn
 from jaxagent.data.batch import (
     Batch,
@@ -61,16 +61,15 @@ def position_relative(rewards: RewardSource = "turns") -> Credit:
     def fn(batch: Batch, advantages: jax.Array) -> tuple[jax.Array, CreditMetrics]:
         mask = action_mask(batch)
         values = jnp.where(mask, per_turn_token(batch, rewards_by_turn(batch, rewards)), 0.0)
-        size = group_stats(batch, jnp.asarray(batch.rewards)).size
+        own_group = group_stats(batch, jnp.asarray(batch.rewards))
         groups = per_token(batch, jnp.asarray(batch.group_ids)).reshape(-1)
         ids = dense_ids(groups, _places(batch).reshape(-1))
         stats = segment_stats(ids, values.reshape(-1), mask.reshape(-1), ids.size)
-        members = jnp.maximum(per_token(batch, size), 1).reshape(-1)
+        members = jnp.maximum(per_token(batch, own_group.size), 1).reshape(-1)
         everywhere_equal = ~stats.signal & (stats.size == members)
         mean = jnp.where(everywhere_equal, stats.mean, stats.mean * stats.size / members)
         found = values - mean.reshape(mask.shape)
-        metrics = group_metrics(batch, group_stats(batch, jnp.asarray(batch.rewards)))
-        return jnp.where(mask, found, 0.0), metrics
+        return jnp.where(mask, found, 0.0), group_metrics(batch, own_group)
 
     return Credit(fn, stage="base")
 
@@ -135,7 +134,7 @@ def evidence_gain(
 
 def _answer_share(batch: Batch, eta: float) -> jax.Array:
     """[E]: q of each episode's answer; 0 without one."""
-    answers = jnp.asarray(_extra(batch, "outcome_ids", "evidence_gain"))
+    answers = required_extra(batch, "outcome_ids", "evidence_gain")
     answered = jnp.asarray(batch.valid) & (answers >= 0)
     dtype = jnp.asarray(batch.turn_rewards).dtype
     groups = jnp.asarray(batch.group_ids)
@@ -147,7 +146,7 @@ def _answer_share(batch: Batch, eta: float) -> jax.Array:
     share = jnp.where(answered, same / jnp.maximum(total, 1), 0.0)
     if eta == 0:
         return share
-    support = jnp.asarray(_extra(batch, "support", "evidence_gain"), dtype)
+    support = required_extra(batch, "support", "evidence_gain").astype(dtype)
     logits = eta * segment_stats(clusters, support, answered, bins).mean
     top = jax.ops.segment_max(jnp.where(answered, logits, -jnp.inf), groups, num_segments=bins)
     weight = jnp.where(answered, jnp.exp(logits - jnp.where(answered, top[groups], 0.0)), 0.0)
@@ -170,7 +169,7 @@ def _places(batch: Batch) -> jax.Array:
 
 def _boundaries(batch: Batch, name: str, method: str) -> tuple[jax.Array, jax.Array]:
     """``extras[name]`` before and after each turn, [E,K] each, 0 where there is no turn."""
-    values = jnp.asarray(_extra(batch, name, method))
+    values = required_extra(batch, name, method)
     wanted = (batch.num_episodes, batch.num_turns + 1)
     if values.shape != wanted:
         raise ValueError(
@@ -179,12 +178,6 @@ def _boundaries(batch: Batch, name: str, method: str) -> tuple[jax.Array, jax.Ar
         )
     turns = turn_mask(batch)
     return jnp.where(turns, values[:, :-1], 0.0), jnp.where(turns, values[:, 1:], 0.0)
-
-
-def _extra(batch: Batch, name: str, method: str) -> jax.Array:
-    if name not in batch.extras:
-        raise ValueError(f"{method} needs the extra {name}: add it with batch.with_extra")
-    return jnp.asarray(batch.extras[name])
 
 
 def _with_turn_rewards(batch: Batch, rewards: jax.Array) -> Batch:

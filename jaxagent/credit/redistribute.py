@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxagent.credit.base import Credit, CreditMetrics
-from jaxagent.credit.teachers import teacher_gap
 from jaxagent.data.batch import (
     Batch,
     action_mask,
+    episode_max,
     episode_sum,
     per_token,
     per_turn_token,
@@ -18,6 +18,7 @@ from jaxagent.data.batch import (
 )
 from jaxagent.losses.base import ratio, select
 from jaxagent.losses.policy import OldPolicy, old_scores
+from jaxagent.losses.teachers import teacher_gap, teacher_score
 
 
 def progress_redistribution(tau: float) -> Credit:
@@ -67,7 +68,7 @@ def belief_redistribution(
         raise ValueError(f"beta must be above 0, got {beta}")
     if not 0 < low < 1 < high:
         raise ValueError(f"low and high must satisfy 0 < low < 1 < high, got {low} and {high}")
-    scores = old_scores(old) | {f"teacher/{name}"}
+    scores = old_scores(old) | {teacher_score(name)}
 
     def fn(batch: Batch, advantages: jax.Array) -> tuple[jax.Array, CreditMetrics]:
         gap, covered = teacher_gap(batch, name, old)
@@ -92,17 +93,8 @@ def _redistribute(batch: Batch, advantages: jax.Array, log_weights: jax.Array) -
         own = sign * advantages > 0
         share = jnp.where(own, jnp.abs(advantages), 0.0)
         # Relative to the episode's largest weight, so that none overflows.
-        top = per_token(batch, _episode_max(batch, jnp.where(own, log_weights, -jnp.inf)))
+        top = per_token(batch, episode_max(batch, jnp.where(own, log_weights, -jnp.inf)))
         weighted = share * jnp.exp(jnp.where(own, log_weights - top, 0.0))
         scale = ratio(episode_sum(batch, share), episode_sum(batch, weighted))
         found = found + sign * weighted * per_token(batch, scale)
     return found
-
-
-def _episode_max(batch: Batch, values: jax.Array) -> jax.Array:
-    """[E]: the largest of ``values`` [R,T] over each episode, -inf without tokens."""
-    count = batch.num_episodes
-    found = jax.ops.segment_max(
-        values.reshape(-1), jnp.asarray(batch.episode_ids).reshape(-1), num_segments=count + 1
-    )
-    return found[:count]

@@ -32,7 +32,7 @@ def overlong_penalty(max_length: int, buffer: int, factor: float = 1.0) -> Rewar
         penalty = factor * jnp.minimum((max_length - buffer - lengths) / buffer, 0.0)
         valid = jnp.asarray(batch.valid)
         penalised = jnp.sum(valid & (penalty < 0)) / jnp.maximum(jnp.sum(valid), 1)
-        shaped = _replace(batch, jnp.where(valid, rewards + penalty, rewards))
+        shaped = with_rewards(batch, jnp.where(valid, rewards + penalty, rewards))
         return shaped, {"rewards/overlong_fraction": penalised}
 
     return transform
@@ -57,7 +57,7 @@ def kl_in_reward(beta: float, old: OldPolicy = "behavior") -> RewardTransform:
         k1 = select(mask, old_logprobs(batch, old)) - select(
             mask, jnp.asarray(batch.scores["reference"])
         )
-        shaped = _replace(batch, jnp.asarray(batch.rewards) - beta * episode_sum(batch, k1))
+        shaped = with_rewards(batch, jnp.asarray(batch.rewards) - beta * episode_sum(batch, k1))
         return shaped, {"rewards/kl": jnp.sum(k1) / jnp.maximum(jnp.sum(mask), 1)}
 
     return transform
@@ -81,6 +81,14 @@ def drop_flat_groups(
     return kept, len(groups) - len(kept)
 
 
-def _replace(batch: Batch, rewards: jax.Array) -> Batch:
+def required_extra(batch: Batch, name: str, method: str) -> jax.Array:
+    """``batch.extras[name]``; ValueError where the batch lacks it."""
+    if name not in batch.extras:
+        raise ValueError(f"{method} needs the extra {name}: add it with batch.with_extra")
+    return jnp.asarray(batch.extras[name])
+
+
+def with_rewards(batch: Batch, rewards: jax.Array) -> Batch:
+    """The batch with other ``rewards`` [E]."""
     shaped: Batch = batch.replace(rewards=rewards)  # type: ignore[attr-defined]
     return shaped

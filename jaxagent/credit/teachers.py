@@ -11,25 +11,9 @@ from numpy.typing import NDArray
 
 from jaxagent.credit.base import Credit, CreditMetrics
 from jaxagent.credit.group import group_stats
-from jaxagent.data.batch import Batch, action_mask, per_token, per_turn_token, turn_sum
-from jaxagent.losses.base import select
-from jaxagent.losses.policy import OldPolicy, old_logprobs, old_scores
-
-
-def teacher_mask(batch: Batch, name: str) -> jax.Array:
-    """[R,T] bool: sampled tokens the teacher covers, ``scores["teacher/<name>/mask"]`` above 0;
-    all of them where the batch has no such score."""
-    mask = action_mask(batch)
-    covered = batch.scores.get(f"teacher/{name}/mask")
-    return mask if covered is None else mask & (jnp.asarray(covered) > 0)
-
-
-def teacher_gap(batch: Batch, name: str, old: OldPolicy) -> tuple[jax.Array, jax.Array]:
-    """``H - O`` [R,T], 0 where the teacher does not cover, and the mask of where it does."""
-    covered = teacher_mask(batch, name)
-    teacher = select(covered, jnp.asarray(batch.scores[f"teacher/{name}"]))
-    gap = teacher - select(covered, old_logprobs(batch, old))
-    return jax.lax.stop_gradient(gap), covered
+from jaxagent.data.batch import Batch, per_token, per_turn_token, turn_sum
+from jaxagent.losses.policy import OldPolicy, old_scores
+from jaxagent.losses.teachers import teacher_gap, teacher_score
 
 
 def teacher_shift(
@@ -50,7 +34,7 @@ def teacher_shift(
         gap, _ = teacher_gap(batch, name, old)
         return advantages + weight * _clipped(gap, clip), {}
 
-    return Credit(fn, old_scores(old) | {f"teacher/{name}"}, stage="additive")
+    return Credit(fn, old_scores(old) | {teacher_score(name)}, stage="additive")
 
 
 def routed_teacher_shift(
@@ -82,7 +66,7 @@ def routed_teacher_shift(
     if episode == step:
         raise ValueError(f"episode and step must name two teachers, both are {step!r}")
     _check_clip(clip)
-    scores = old_scores(old) | {f"teacher/{episode}", f"teacher/{step}"}
+    scores = old_scores(old) | {teacher_score(episode), teacher_score(step)}
 
     def fn(batch: Batch, advantages: jax.Array) -> tuple[jax.Array, CreditMetrics]:
         whole, _ = teacher_gap(batch, episode, old)
@@ -124,7 +108,7 @@ def gated_difficulty(
         gate = per_token(batch, jnp.where(failed, difficulty, 0.0))
         return advantages + weight * gate * bound * jnp.tanh(gap / bound), {}
 
-    return Credit(fn, old_scores(old) | {f"teacher/{name}"}, stage="additive")
+    return Credit(fn, old_scores(old) | {teacher_score(name)}, stage="additive")
 
 
 def select_advice(

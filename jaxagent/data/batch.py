@@ -120,6 +120,24 @@ def episode_sum(batch: Batch, values: Array) -> jax.Array:
     return summed[:count]
 
 
+def episode_token_mean(batch: Batch, values: Array, mask: Array) -> jax.Array:
+    """Mean of ``values`` [R,T] over each episode's tokens in ``mask``: [E], 0 without any."""
+    values = jnp.where(mask, values, 0.0)
+    counts = episode_sum(batch, mask.astype(values.dtype))
+    return episode_sum(batch, values) / jnp.maximum(counts, 1)
+
+
+def episode_max(batch: Batch, values: Array) -> jax.Array:
+    """The largest of ``values`` [R,T] over each episode: [E], -inf without tokens."""
+    count = batch.num_episodes
+    found = jax.ops.segment_max(
+        jnp.asarray(values).reshape(-1),
+        jnp.asarray(batch.episode_ids).reshape(-1),
+        num_segments=count + 1,
+    )
+    return found[:count]
+
+
 def per_turn_token(batch: Batch, values: Array) -> jax.Array:
     """Spreads ``values`` [E,K] over the tokens of each turn: [R,T], 0 in prompts and padding."""
     values = jnp.asarray(values)

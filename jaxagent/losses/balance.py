@@ -13,10 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxagent.data.batch import Batch, action_mask, episode_sum
-from jaxagent.losses.base import Loss, Metrics, Outputs, clamp_log_ratio, ratio, select
+from jaxagent.data.batch import Batch, action_mask, episode_sum, episode_token_mean
+from jaxagent.losses.base import Loss, Metrics, Outputs, clamp_log_ratio, select
 from jaxagent.losses.policy import OldPolicy, old_logprobs, old_scores
-from jaxagent.losses.teachers import teacher_logprobs, teacher_mask, teacher_score
+from jaxagent.losses.teachers import teacher_gap, teacher_score
 
 _REFERENCE = "reference"
 
@@ -57,7 +57,7 @@ def trajectory_balance_learned_z(beta: float, length_norm: bool = False) -> Loss
     def fn(outputs: Outputs, batch: Batch) -> tuple[jax.Array, jax.Array, Metrics]:
         sums = _episode_sums(outputs, batch, length_norm)
         worth = jnp.where(sums.some, jnp.asarray(batch.rewards) / beta, 0.0)
-        log_z = _token_mean(batch, outputs["log_z"], action_mask(batch))
+        log_z = episode_token_mean(batch, outputs["log_z"], action_mask(batch))
         return _squares(log_z + sums.log_ratio - worth, log_z, sums)
 
     return Loss(frozenset({"logprobs", "log_z"}), frozenset({_REFERENCE}), fn)
@@ -83,7 +83,7 @@ def flow_rl(beta: float = 15.0, is_clip: float | None = 0.2, old: OldPolicy = "b
     def fn(outputs: Outputs, batch: Batch) -> tuple[jax.Array, jax.Array, Metrics]:
         mask = action_mask(batch)
         sums = _episode_sums(outputs, batch, length_norm=True)
-        log_z = _token_mean(batch, outputs["log_z"], mask)
+        log_z = episode_token_mean(batch, outputs["log_z"], mask)
         since = select(mask, outputs["logprobs"]) - select(mask, old_logprobs(batch, old))
         weight = jnp.exp(clamp_log_ratio(jax.lax.stop_gradient(episode_sum(batch, since))))
         if is_clip is not None:
@@ -122,9 +122,7 @@ def flow_balance(
     scores = old_scores(old) | {_REFERENCE, teacher_score(teacher)}
 
     def fn(outputs: Outputs, batch: Batch) -> tuple[jax.Array, jax.Array, Metrics]:
-        covered = teacher_mask(batch, teacher)
-        told = select(covered, teacher_logprobs(batch, teacher))
-        told = _token_mean(batch, told - select(covered, old_logprobs(batch, old)), covered)
+        told = episode_token_mean(batch, *teacher_gap(batch, teacher, old))
         advantages = _advantages(batch)
         energy = eta * (advantages + guidance * jnp.sign(advantages) * told)
         sums = _episode_sums(outputs, batch, length_norm=True)
@@ -178,15 +176,9 @@ def _group_mean(batch: Batch, values: jax.Array, some: jax.Array) -> jax.Array:
     return (total / jnp.maximum(count, 1))[ids]
 
 
-def _token_mean(batch: Batch, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Mean of ``values`` [R,T] over each episode's tokens in ``mask``: [E], 0 without any."""
-    values = select(mask, values)
-    return ratio(episode_sum(batch, values), episode_sum(batch, mask.astype(values.dtype)))
-
-
 def _advantages(batch: Batch) -> jax.Array:
     mask = action_mask(batch)
-    return jax.lax.stop_gradient(_token_mean(batch, jnp.asarray(batch.advantages), mask))
+    return jax.lax.stop_gradient(episode_token_mean(batch, jnp.asarray(batch.advantages), mask))
 
 
 def _check_positive(name: str, value: float) -> None:

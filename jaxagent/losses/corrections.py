@@ -11,7 +11,14 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxagent.data.batch import Batch, action_mask, episode_sum, per_token
+from jaxagent.data.batch import (
+    Batch,
+    action_mask,
+    episode_max,
+    episode_sum,
+    episode_token_mean,
+    per_token,
+)
 from jaxagent.losses.base import (
     Aggregate,
     Loss,
@@ -296,13 +303,7 @@ def _per_level(values: jax.Array, mask: jax.Array, batch: Batch, level: str) -> 
         return values
     if level == "sequence_max":
         # k2 and k3 are at least 0, so the zeros off the mask never win.
-        found = jax.ops.segment_max(
-            values.reshape(-1),
-            jnp.asarray(batch.episode_ids).reshape(-1),
-            num_segments=batch.num_episodes + 1,
-        )[:-1]
-    else:
-        found = episode_sum(batch, values)
-        if level == "sequence_mean":
-            found = found / jnp.maximum(episode_sum(batch, mask.astype(values.dtype)), 1)
-    return per_token(batch, found)
+        return per_token(batch, episode_max(batch, values))
+    if level == "sequence_mean":
+        return per_token(batch, episode_token_mean(batch, values, mask))
+    return per_token(batch, episode_sum(batch, values))

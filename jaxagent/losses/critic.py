@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxagent.data.batch import Batch, action_mask, per_token
+from jaxagent.data.batch import Batch, action_mask, per_token, token_order
 from jaxagent.losses.base import Aggregate, Loss, Metrics, Outputs, select, token_loss
 
 
@@ -95,9 +95,7 @@ def _tokens_after(batch: Batch) -> jax.Array:
     """[R,T]: ACTION tokens of the episode that were sampled after this one; 0 off ACTION."""
     mask = action_mask(batch)
     episodes = jnp.asarray(batch.episode_ids).reshape(-1)
-    # In the order of sampling: turns rise over contexts, positions within a turn.
-    keys = (jnp.asarray(batch.positions), jnp.asarray(batch.turn_ids))
-    order = jnp.lexsort((*(key.reshape(-1) for key in keys), episodes))
+    order = token_order(batch, mask)
     sampled = mask.reshape(-1).astype(jnp.int32)
     so_far = jnp.zeros_like(sampled).at[order].set(jnp.cumsum(sampled[order]))
     ends = jnp.cumsum(jax.ops.segment_sum(sampled, episodes, batch.num_episodes + 1))

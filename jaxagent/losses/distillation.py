@@ -27,7 +27,12 @@ from jaxagent.losses.policy import (
     probability_change,
     ratio_metrics,
 )
-from jaxagent.losses.teachers import teacher_logprobs, teacher_mask, teacher_score
+from jaxagent.losses.teachers import (
+    teacher_gap,
+    teacher_logprobs,
+    teacher_mask,
+    teacher_score,
+)
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 
@@ -166,10 +171,9 @@ def auxiliary_distillation(
         raise ValueError(f"clip must be above 0 (or None), got {clip}")
 
     def fn(outputs: Outputs, batch: Batch) -> tuple[jax.Array, jax.Array, Metrics]:
-        mask = teacher_mask(batch, teacher)
+        shift, mask = teacher_gap(batch, teacher, old)
         logprobs = select(mask, outputs["logprobs"])
         anchor = select(mask, old_logprobs(batch, old))
-        shift = select(mask, teacher_logprobs(batch, teacher)) - anchor
         bounded = shift if clip is None else jnp.clip(shift, -clip, clip)
         factor = logprobs if form == "logprob" else jnp.exp(clamp_log_ratio(logprobs - anchor))
         metrics = {"teacher_gap": (jnp.sum(shift), jnp.sum(mask))}

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxagent.data.batch import Batch, action_mask, episode_sum, per_token
+from jaxagent.data.batch import Batch, action_mask, episode_token_mean, per_token
 from jaxagent.losses.base import (
     Aggregate,
     Loss,
@@ -77,13 +77,10 @@ def clipped_losses(
 ) -> tuple[jax.Array, jax.Array, Metrics]:
     """The clipped surrogate of each ACTION token, with ratios to ``old`` [R,T]."""
     mask, advantages, log_ratio = policy_tokens(outputs, batch, old)
-    ratio = jnp.exp(log_ratio)
-    unclipped = -advantages * ratio
-    clipped = -advantages * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    losses = jnp.maximum(unclipped, clipped)
+    losses, clipped = _surrogate(advantages, jnp.exp(log_ratio), clip_low, clip_high)
     count = jnp.sum(mask)
     metrics = {
-        "clip_fraction": (jnp.sum(mask & (clipped > unclipped)), count),
+        "clip_fraction": (jnp.sum(mask & clipped), count),
         **ratio_metrics(mask, log_ratio),
     }
     if dual_clip is not None:
@@ -170,18 +167,16 @@ def gspo(
         mask, advantages, log_ratio = policy_tokens(
             outputs, batch, old_logprobs(batch, old), clamp=False
         )
-        counts = episode_sum(batch, mask.astype(log_ratio.dtype))
-        mean = episode_sum(batch, log_ratio) / jnp.maximum(counts, 1)
-        mean = jax.lax.stop_gradient(per_token(batch, mean))
+        mean = per_token(batch, episode_token_mean(batch, log_ratio, mask))
+        mean = jax.lax.stop_gradient(mean)
         exponent = select(mask, log_ratio - jax.lax.stop_gradient(log_ratio) + mean)
         ratio = jnp.exp(jnp.minimum(exponent, _MAX_GSPO_EXPONENT))
-        unclipped = -advantages * ratio
-        clipped = -advantages * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+        losses, clipped = _surrogate(advantages, ratio, clip_low, clip_high)
         metrics = {
-            "clip_fraction": (jnp.sum(mask & (clipped > unclipped)), jnp.sum(mask)),
+            "clip_fraction": (jnp.sum(mask & clipped), jnp.sum(mask)),
             **ratio_metrics(mask, clamp_log_ratio(exponent)),
         }
-        return jnp.maximum(unclipped, clipped), mask, metrics
+        return losses, mask, metrics
 
     return token_loss(
         fn, aggregate, constant, episode_mean, scores=scores, old=old, token_local=False
@@ -268,6 +263,15 @@ def probability_change(mask: jax.Array, logprobs: jax.Array, old: jax.Array) -> 
     """sg(p - p_old) of the sampled tokens, 0 off the mask."""
     change = jnp.exp(select(mask, logprobs)) - jnp.exp(select(mask, old))
     return jax.lax.stop_gradient(change)
+
+
+def _surrogate(
+    advantages: jax.Array, ratio: jax.Array, clip_low: float, clip_high: float
+) -> tuple[jax.Array, jax.Array]:
+    """``max(-A r, -A clip(r, ...))`` and where the clipped side is the larger."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    return jnp.maximum(unclipped, clipped), clipped > unclipped
 
 
 def _check_clips(clip_low: float, clip_high: float) -> None:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxagent.data.batch import Batch, action_mask
+from jaxagent.losses.base import select
+from jaxagent.losses.policy import OldPolicy, old_logprobs
 
 
 def teacher_score(teacher: str) -> str:
@@ -26,3 +28,13 @@ def teacher_mask(batch: Batch, teacher: str) -> jax.Array:
 def teacher_logprobs(batch: Batch, teacher: str) -> jax.Array:
     """[R,T], without gradient; anything at all off :func:`teacher_mask`."""
     return jax.lax.stop_gradient(jnp.asarray(batch.scores[teacher_score(teacher)]))
+
+
+def teacher_gap(batch: Batch, teacher: str, old: OldPolicy) -> tuple[jax.Array, jax.Array]:
+    """``log p_teacher - log p_old`` [R,T], 0 off :func:`teacher_mask`, and that mask.
+
+    Without gradient.
+    """
+    covered = teacher_mask(batch, teacher)
+    told = select(covered, teacher_logprobs(batch, teacher))
+    return told - select(covered, old_logprobs(batch, old)), covered

@@ -33,16 +33,6 @@ def gradient(loss: losses.Loss, logprobs: Any, batch: Any) -> np.ndarray:
     return np.asarray(jax.grad(scalar)(jnp.asarray(logprobs)))
 
 
-@pytest.fixture
-def f1(laid: Callable[..., Any]) -> Any:
-    """Fixture F1 of the specification, plus a builder for its advantages."""
-    case = laid([[A, A], [A, A, A]], [1.0, 0.0], [0, 0])
-    logprobs = case.lay([np.log([0.6, 0.5]), np.log([0.25, 0.5, 0.9])], fill=-3.0)
-    old = case.lay([np.log([0.4, 0.5]), np.log([0.5, 0.5, 1.0])], fill=-1.0)
-    batch = case.batch.replace(behavior_logprobs=old, advantages=case.spread([1.0, -1.0]))
-    return logprobs, batch, case
-
-
 def test_printed_numbers_of_ppo_dr_grpo_and_dapo(f1: Any) -> None:
     logprobs, batch, case = f1
     for aggregate, wanted in (("token", 0.1), ("episode", -0.1), ("episode_sum", 0.25)):

@@ -24,18 +24,9 @@ def slopes(loss: losses.Loss, outputs: Any, batch: Any) -> np.ndarray[Any, Any]:
     return gradients(loss, outputs, batch)["logprobs"]
 
 
-@pytest.fixture
-def f1(laid: Callable[..., Any]) -> Any:
-    """Fixture F1 of the specification with advantages +1, -1."""
-    case = laid([[A, A], [A, A, A]], [1.0, 0.0], [0, 0])
-    logprobs = case.lay([np.log([0.6, 0.5]), np.log([0.25, 0.5, 0.9])], fill=-3.0)
-    old = case.lay([np.log([0.4, 0.5]), np.log([0.5, 0.5, 1.0])], fill=-1.0)
-    batch = case.batch.replace(behavior_logprobs=old, advantages=case.spread([1.0, -1.0]))
-    return {"logprobs": logprobs}, batch, case
-
-
 def test_printed_numbers(f1: Any) -> None:
-    outputs, batch, case = f1
+    logprobs, batch, case = f1
+    outputs = {"logprobs": logprobs}
     assert value(losses.gspo(), outputs, batch) == pytest.approx(-0.00035, abs=1e-9)
     assert not slopes(losses.gspo(), outputs, batch).any()  # both ratios are clipped
 

@@ -40,6 +40,7 @@ class Batch:
     | turn_rewards | [E,K] f32 | 0 beyond an episode's last turn |
     | scores | name -> [R,T] f32 | extra forward passes: "reference", "proximal", ... |
     | extras | name -> [E, ...] | what only some methods read: "gold_logprobs" [E,K+1], ... |
+    | hidden | name -> [R,T,D] | a teacher's final hidden state that predicts the token |
     """
 
     tokens: Array
@@ -59,6 +60,7 @@ class Batch:
     turn_rewards: Array
     scores: dict[str, Array] = flax.struct.field(default_factory=dict)
     extras: dict[str, Array] = flax.struct.field(default_factory=dict)
+    hidden: dict[str, Array] = flax.struct.field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -95,6 +97,16 @@ class Batch:
                 f"{self.num_episodes} episodes, padding included"
             )
         extended: Batch = self.replace(extras={**self.extras, name: values})  # type: ignore[attr-defined]
+        return extended
+
+    def with_hidden(self, name: str, values: Array) -> "Batch":
+        """Adds the hidden states [R,T,D] of teacher ``name``, for full divergences."""
+        if values.shape[:-1] != self.tokens.shape:
+            raise ValueError(
+                f"hidden {name!r} has shape {values.shape}, the batch needs "
+                f"{(*self.tokens.shape, 'D')}"
+            )
+        extended: Batch = self.replace(hidden={**self.hidden, name: values})  # type: ignore[attr-defined]
         return extended
 
 

@@ -1,6 +1,7 @@
 """Packs episodes into rows of static shape."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -50,6 +51,61 @@ def first_fit(lengths: Sequence[int], capacity: int) -> tuple[NDArray[np.int64],
     return rows, columns
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where the contexts of episodes lie in a packed batch; all arrays have one entry a context.
+
+    ``episodes`` and ``contexts``: which context it is, ``contexts`` counting within the
+    episode; its token i is at ``[rows, columns + i]`` of rows of ``row_length`` tokens.
+    """
+
+    episodes: NDArray[np.int64]
+    contexts: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    row_length: int
+
+    def start(self, episode: int, context: int) -> int | None:
+        """Flat index ``row * row_length + column`` of a context's first token; None if absent."""
+        found = np.flatnonzero((self.episodes == episode) & (self.contexts == context))
+        if not found.size:
+            return None
+        return int(self.rows[found[0]]) * self.row_length + int(self.columns[found[0]])
+
+
+def place(
+    episodes: Sequence[Episode],
+    *,
+    buckets: Sequence[int],
+    truncation: TruncationMode = "score",
+) -> Placement:
+    """Where :func:`pack`, given the same arguments, puts each context.
+
+    Depends on nothing else. Raises ValueError naming the episode whose context is too long.
+    """
+    owners, numbers, lengths = [], [], []
+    for index, episode in enumerate(episodes):
+        if is_masked(episode, truncation):
+            continue
+        for number, context in enumerate(episode.contexts):
+            _check_context(context, episode, index, max(buckets))
+            if len(context):
+                owners.append(index)
+                numbers.append(number)
+                lengths.append(len(context))
+    longest = max(lengths, default=0)
+    row_length = min(bucket for bucket in buckets if bucket >= longest)
+    rows, columns = first_fit(lengths, row_length)
+    return Placement(
+        np.asarray(owners, np.int64), np.asarray(numbers, np.int64), rows, columns, row_length
+    )
+
+
+def is_masked(episode: Episode, truncation: TruncationMode) -> bool:
+    """Whether the episode takes no row and no part in any loss."""
+    return not episode.valid or (truncation == "mask" and episode.truncated is not None)
+
+
 def pack(
     episodes: Sequence[Episode],
     *,
@@ -79,23 +135,10 @@ def pack(
     a fixed ``rows`` or ``num_episodes`` is too small.
     """
     _check_options(buckets, rows, rows_multiple, truncation, truncation_penalty)
-    masked = [not e.valid or (truncation == "mask" and e.truncated is not None) for e in episodes]
-    owners: list[int] = []
-    contexts: list[Context] = []
-    for index, episode in enumerate(episodes):
-        if masked[index]:
-            continue
-        for context in episode.contexts:
-            _check_context(context, episode, index, max(buckets))
-            if len(context):
-                owners.append(index)
-                contexts.append(context)
-
-    lengths = [len(context) for context in contexts]
-    longest = max(lengths, default=0)
-    length = min(bucket for bucket in buckets if bucket >= longest)
-    at_row, at_column = first_fit(lengths, length)
-    used = int(at_row.max(initial=-1)) + 1
+    placement = place(episodes, buckets=buckets, truncation=truncation)
+    masked = [is_masked(episode, truncation) for episode in episodes]
+    length = placement.row_length
+    used = int(placement.rows.max(initial=-1)) + 1
     if rows is None:
         rows = round_up(used, rows_multiple)
     elif used > rows:
@@ -109,7 +152,7 @@ def pack(
     elif len(episodes) > num_episodes:
         raise ValueError(f"{len(episodes)} episodes do not fit num_episodes={num_episodes}")
 
-    fields = _fill_rows(contexts, owners, at_row, at_column, rows, length, num_episodes)
+    fields = _fill_rows(episodes, placement, rows, num_episodes)
     outcome = _fill_episodes(
         episodes,
         masked,
@@ -133,15 +176,14 @@ def unpack(batch: Batch, field: str = "tokens") -> list[list[NDArray[np.generic]
 
 
 def _fill_rows(
-    contexts: Sequence[Context],
-    owners: Sequence[int],
-    at_row: NDArray[np.int64],
-    at_column: NDArray[np.int64],
-    rows: int,
-    length: int,
-    padding_id: int,
+    episodes: Sequence[Episode], placement: Placement, rows: int, padding_id: int
 ) -> dict[str, Any]:
     """All [R,T] fields, by one scatter each."""
+    length, at_row, at_column = placement.row_length, placement.rows, placement.columns
+    owners = placement.episodes
+    contexts = [
+        episodes[i].contexts[j] for i, j in zip(owners, placement.contexts, strict=True)
+    ]
     sizes = np.asarray([len(c) for c in contexts], np.int64)
     total = int(sizes.sum())
     starts = np.cumsum(sizes) - sizes
@@ -170,7 +212,7 @@ def _fill_rows(
         "positions": scatter(positions, 0, np.int32),
         "segment_ids": scatter(np.repeat(segment, sizes), 0, np.int32),
         "episode_ids": scatter(
-            np.repeat(np.asarray(owners, np.int64), sizes), padding_id, np.int32
+            np.repeat(owners, sizes), padding_id, np.int32
         ),
         "kind": scatter(kinds, Kind.PAD, np.uint8),
         "turn_ids": scatter(joined("turn_ids", np.int32), -1, np.int32),

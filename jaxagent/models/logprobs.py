@@ -1,13 +1,13 @@
 """Log-probabilities of given tokens without a ``[tokens, vocab]`` array.
 
-Logits are made for one chunk of tokens at a time, forward and backward. Full-vocabulary
-quantities between two hidden states (the divergences of distillation) belong in the same
-loop: they would be further per-token outputs of ``_chunk_forward`` with their own term in
-``_chunk_logit_gradient``.
+Logits are made for one chunk of tokens at a time, forward and backward. Divergences between
+the policy's whole distribution and a teacher's come out of the same loop: both are made
+from hidden states, chunk by chunk.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,32 @@ from jaxagent.models.config import ModelConfig
 from jaxagent.models.transformer import Params, forward
 
 DEFAULT_CHUNK = 1024
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 class TokenLogprobs(NamedTuple):
-    """``logprobs [B, T]`` float32 and, where asked for, ``entropy [B, T]`` float32."""
+    """``logprobs [B, T]`` float32 and, where asked for, ``entropy [B, T]`` float32.
+
+    ``divergences``: one ``[B, T]`` float32 for each teacher, in their order.
+    """
 
     logprobs: jax.Array
     entropy: jax.Array | None
+    divergences: tuple[jax.Array, ...] = ()
+
+
+class Teacher(NamedTuple):
+    """The other side of a divergence; nothing of it gets a gradient.
+
+    ``hidden [B, T, D']`` at t predicts target t, ``weight`` is the teacher's unembedding,
+    ``[V, D']`` (``[D', V]`` when the config's embeddings are untied). ``kind``:
+    ``"forward_kl"`` is KL(teacher || policy), ``"reverse_kl"`` KL(policy || teacher), ``"jsd"``
+    the Jensen-Shannon divergence with weights of one half.
+    """
+
+    kind: DivergenceKind
+    hidden: jax.Array
+    weight: jax.Array
 
 
 def token_logprobs(
@@ -34,15 +53,16 @@ def token_logprobs(
     temperature: float | jax.Array = 1.0,
     entropy: bool = False,
     mask: jax.Array | None = None,
+    teachers: Sequence[Teacher] = (),
     chunk: int = DEFAULT_CHUNK,
 ) -> TokenLogprobs:
-    """Return log-softmax(logits / temperature) at ``targets``, and its entropy.
+    """Return log-softmax(logits / temperature) at ``targets``, its entropy and divergences.
 
     ``hidden [B, T, D]`` at t predicts ``targets [B, T]`` at t. Where a target is negative or
-    ``mask [B, T]`` is False both results are 0 and no gradient flows. Gradients reach
-    ``hidden`` and the unembedding (the embedding if tied), not the temperature. ``chunk`` is
-    about how many tokens' logits exist at a time; chunks run along T, so rows may be
-    sharded over devices.
+    ``mask [B, T]`` is False all results are 0 and no gradient flows. Gradients reach
+    ``hidden`` and the unembedding (the embedding if tied), not the temperature. The
+    temperature holds for ``teachers`` too. ``chunk`` is about how many tokens' logits exist
+    at a time; chunks run along T, so rows may be sharded over devices.
     """
     if hidden.shape[:2] != targets.shape:
         raise ValueError(
@@ -59,10 +79,10 @@ def token_logprobs(
     weight = params["embed"] if config.tie_embeddings else params["unembed"]
     inverse = 1.0 / jnp.asarray(temperature, jnp.float32)
     width = max(1, min(chunk // max(hidden.shape[0], 1), hidden.shape[1]))
-    logprobs, entropies = _chunked(
-        config.tie_embeddings, entropy, width, hidden, weight, targets, inverse
-    )
-    return TokenLogprobs(logprobs, entropies if entropy else None)
+    plan = _Plan(config.tie_embeddings, entropy, tuple(t.kind for t in teachers), width)
+    told = jax.lax.stop_gradient(tuple((t.hidden, t.weight) for t in teachers))
+    logprobs, entropies, divergences = _chunked(plan, hidden, weight, targets, inverse, told)
+    return TokenLogprobs(logprobs, entropies if entropy else None, divergences)
 
 
 def shifted_logprobs(
@@ -106,21 +126,30 @@ def shift_logprobs(
     temperature: float | jax.Array = 1.0,
     entropy: bool = False,
     mask: jax.Array | None = None,
+    teachers: Sequence[Teacher] = (),
     chunk: int = DEFAULT_CHUNK,
 ) -> TokenLogprobs:
-    """As ``shifted_logprobs``, from hidden states ``[B, T, D]`` that exist already."""
+    """As ``shifted_logprobs``, from hidden states ``[B, T, D]`` that exist already.
+
+    A teacher's hidden state at t is here the one that predicts token t: its own are shifted
+    by whoever aligned them.
+    """
     follows = predicted(segment_ids)
     if mask is not None:
         follows = follows & mask
     # Targets move left by one, rather than hidden states right: they are the smaller array.
     targets = _shift_left(jnp.where(follows, tokens, -1), -1)
     result = token_logprobs(
-        params, config, hidden, targets, temperature=temperature, entropy=entropy, chunk=chunk
+        params,
+        config,
+        hidden,
+        targets,
+        temperature=temperature,
+        entropy=entropy,
+        teachers=[t._replace(hidden=_shift_left(t.hidden, 0)) for t in teachers],
+        chunk=chunk,
     )
-    return TokenLogprobs(
-        _shift_right(result.logprobs),
-        None if result.entropy is None else _shift_right(result.entropy),
-    )
+    return jax.tree.map(_shift_right, result)
 
 
 def predicted(segment_ids: jax.Array) -> jax.Array:
@@ -130,27 +159,38 @@ def predicted(segment_ids: jax.Array) -> jax.Array:
 
 
 def _shift_left(x: jax.Array, fill: int) -> jax.Array:
-    return jnp.pad(x[:, 1:], ((0, 0), (0, 1)), constant_values=fill)
+    widths = ((0, 0), (0, 1), *((0, 0),) * (x.ndim - 2))
+    return jnp.pad(x[:, 1:], widths, constant_values=fill)
 
 
 def _shift_right(x: jax.Array) -> jax.Array:
     return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+class _Plan(NamedTuple):
+    """What is static: how the unembedding lies, what is asked for, tokens of a row a chunk."""
+
+    tied: bool
+    entropy: bool
+    kinds: tuple[DivergenceKind, ...]
+    width: int
+
+
+# Hidden states and unembedding of each teacher.
+_Told = tuple[tuple[jax.Array, jax.Array], ...]
+_Result = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(
-    tied: bool,
-    entropy: bool,
-    width: int,
+    plan: _Plan,
     hidden: jax.Array,
     weight: jax.Array,
     targets: jax.Array,
     inverse: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    (logprobs, entropies), _ = _chunked_forward(
-        tied, entropy, width, hidden, weight, targets, inverse
-    )
-    return logprobs, entropies
+    told: _Told,
+) -> _Result:
+    return _chunked_forward(plan, hidden, weight, targets, inverse, told)[0]
 
 
 def _logits(tied: bool, hidden: jax.Array, weight: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -177,8 +217,31 @@ def _chunk_forward(
     return logprobs, jnp.where(keep, log_total - mean, 0.0), log_total
 
 
+def _divergence(kind: DivergenceKind, policy: jax.Array, teacher: jax.Array) -> jax.Array:
+    """Return ``[n]`` from log-probabilities ``[n, V]``."""
+    if kind == "forward_kl":
+        return jnp.sum(jnp.exp(teacher) * (teacher - policy), axis=-1)
+    if kind == "reverse_kl":
+        return jnp.sum(jnp.exp(policy) * (policy - teacher), axis=-1)
+    middle = jnp.logaddexp(policy, teacher) - jnp.log(2.0)
+    apart = jnp.exp(policy) * (policy - middle) + jnp.exp(teacher) * (teacher - middle)
+    return 0.5 * jnp.sum(apart, axis=-1)
+
+
+def _divergence_gradient(kind: DivergenceKind, policy: jax.Array, teacher: jax.Array) -> jax.Array:
+    """Return the gradient ``[n, V]`` of the divergence with respect to the policy's logits."""
+    probs = jnp.exp(policy)
+    if kind == "forward_kl":
+        return probs - jnp.exp(teacher)
+    if kind == "reverse_kl":
+        slope = policy - teacher
+    else:
+        slope = 0.5 * (policy - (jnp.logaddexp(policy, teacher) - jnp.log(2.0)))
+    return probs * (slope - jnp.sum(probs * slope, axis=-1, keepdims=True))
+
+
 def _split(x: jax.Array, width: int) -> jax.Array:
-    """Cut ``[B, T, ...]`` into ``[chunks, B * width, ...]`` (T a multiple of the width)."""
+    """Cut ``[B, T, ...]`` into ``[chunks, B * width, ...]``, T padded to a multiple of it."""
     batch, length = x.shape[:2]
     x = x.reshape(batch, length // width, width, *x.shape[2:])
     return jnp.moveaxis(x, 1, 0).reshape(length // width, batch * width, *x.shape[3:])
@@ -197,67 +260,80 @@ def _pad(x: jax.Array, width: int, fill: int = 0) -> jax.Array:
 
 
 def _chunked_forward(
-    tied: bool,
-    entropy: bool,
-    width: int,
+    plan: _Plan,
     hidden: jax.Array,
     weight: jax.Array,
     targets: jax.Array,
     inverse: jax.Array,
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    told: _Told,
+) -> tuple[_Result, Any]:
     batch, length = targets.shape
     weight_in = weight.astype(hidden.dtype)
+    teachers = [w.astype(h.dtype) for h, w in told]
 
-    def step(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
-        h, y = inputs
-        return None, _chunk_forward(_logits(tied, h, weight_in, inverse), y, entropy)
+    def step(_: None, inputs: Any) -> tuple[None, Any]:
+        h, y, others = inputs
+        logits = _logits(plan.tied, h, weight_in, inverse)
+        logprobs, entropies, norm = _chunk_forward(logits, y, plan.entropy)
+        divergences, norms = [], [norm]
+        for kind, other, w in zip(plan.kinds, others, teachers, strict=True):
+            theirs = _logits(plan.tied, other, w, inverse)
+            norms.append(jax.nn.logsumexp(theirs, axis=-1))
+            apart = _divergence(kind, logits - norm[:, None], theirs - norms[-1][:, None])
+            divergences.append(jnp.where(y >= 0, apart, 0.0))
+        return None, (logprobs, entropies, tuple(divergences), tuple(norms))
 
-    inputs = (_split(_pad(hidden, width), width), _split(_pad(targets, width, -1), width))
+    inputs = (
+        _split(_pad(hidden, plan.width), plan.width),
+        _split(_pad(targets, plan.width, -1), plan.width),
+        tuple(_split(_pad(h, plan.width), plan.width) for h, _ in told),
+    )
     _, outputs = jax.lax.scan(step, None, inputs)
-    logprobs, entropies, log_total = (_join(x, batch)[:, :length] for x in outputs)
-    residuals = (hidden, weight, targets, inverse, entropies, log_total)
-    return (logprobs, entropies), residuals
+    logprobs, entropies, divergences, norms = jax.tree.map(
+        lambda x: _join(x, batch)[:, :length], outputs
+    )
+    residuals = (hidden, weight, targets, inverse, told, entropies, norms)
+    return (logprobs, entropies, divergences), residuals
 
 
 def _chunked_backward(
-    tied: bool,
-    entropy: bool,
-    width: int,
-    residuals: Any,
-    gradients: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, None, jax.Array]:
-    hidden, weight, targets, inverse, entropies, log_total = residuals
+    plan: _Plan, residuals: Any, gradients: _Result
+) -> tuple[jax.Array, jax.Array, None, jax.Array, _Told]:
+    hidden, weight, targets, inverse, told, entropies, norms = residuals
     batch, length = targets.shape
     weight_in = weight.astype(hidden.dtype)
+    teachers = [w.astype(h.dtype) for h, w in told]
     keep = targets >= 0
-    g_logprob, g_entropy = (jnp.where(keep, g, 0.0) for g in gradients)
+    gradients = jax.tree.map(lambda g: jnp.where(keep, g, 0.0), gradients)
 
     def step(total: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
-        h, y, norm, ent, g_lp, g_ent = inputs
-        logits = _logits(tied, h, weight_in, inverse)
-        logp = logits - norm[:, None]
+        h, y, others, (norm, *norms), ent, (g_lp, g_ent, g_div) = inputs
+        logp = _logits(plan.tied, h, weight_in, inverse) - norm[:, None]
         probs = jnp.exp(logp)
         scale = -g_lp[:, None]
-        if entropy:
+        if plan.entropy:
             # d entropy / d logit_v = -p_v (log p_v + entropy)
             scale = scale - g_ent[:, None] * (logp + ent[:, None])
-        hit = y[:, None] == jnp.arange(logits.shape[1])
-        d_logits = (jnp.where(hit, g_lp[:, None], 0.0) + probs * scale) * inverse
-        d_logits = d_logits.astype(h.dtype)
-        d_hidden = d_logits @ (weight_in if tied else weight_in.T)
-        d_weight = d_logits.T @ h if tied else h.T @ d_logits
+        hit = y[:, None] == jnp.arange(logp.shape[1])
+        d_logits = jnp.where(hit, g_lp[:, None], 0.0) + probs * scale
+        for kind, other, w, their_norm, g in zip(
+            plan.kinds, others, teachers, norms, g_div, strict=True
+        ):
+            theirs = _logits(plan.tied, other, w, inverse) - their_norm[:, None]
+            d_logits = d_logits + g[:, None] * _divergence_gradient(kind, logp, theirs)
+        d_logits = (d_logits * inverse).astype(h.dtype)
+        d_hidden = d_logits @ (weight_in if plan.tied else weight_in.T)
+        d_weight = d_logits.T @ h if plan.tied else h.T @ d_logits
         return total + d_weight.astype(jnp.float32), d_hidden
 
-    inputs = tuple(
-        _split(_pad(x, width, fill), width)
-        for x, fill in (
-            (hidden, 0),
-            (targets, -1),
-            (log_total, 0),
-            (entropies, 0),
-            (g_logprob, 0),
-            (g_entropy, 0),
-        )
+    cut = partial(jax.tree.map, lambda x: _split(_pad(x, plan.width), plan.width))
+    inputs = (
+        cut(hidden),
+        _split(_pad(targets, plan.width, -1), plan.width),
+        cut(tuple(h for h, _ in told)),
+        cut(norms),
+        cut(entropies),
+        cut(gradients),
     )
     d_weight, d_hidden = jax.lax.scan(step, jnp.zeros_like(weight), inputs)
     return (
@@ -265,6 +341,7 @@ def _chunked_backward(
         d_weight.astype(weight.dtype),
         None,
         jnp.zeros_like(inverse),
+        jax.tree.map(jnp.zeros_like, told),
     )
 
 

@@ -46,6 +46,7 @@ _ROW_FIELDS = (
     "policy_versions",
     "advantages",
     "scores",
+    "hidden",
 )
 
 

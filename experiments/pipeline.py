@@ -29,6 +29,7 @@ from jaxagent.training.evaluate import Rate, episode_success
 from jaxagent.training.learner import Learner
 from jaxagent.training.metrics import MetricsWriter, read_metrics
 from jaxagent.training.optimizer import adamw, learning_rate_schedule, muon
+from jaxagent.training.passes import own_tokens
 from jaxagent.training.run import Step, train
 from jaxagent.training.state import create_state
 
@@ -166,7 +167,7 @@ class _Job:
             muon(rates[0], adam_learning_rate=rates[1]),
             episodes=rl.groups * rl.group_size,
             credit=credit,
-            scored_by={"reference": start} if reference else None,
+            passes=[own_tokens("reference", start)] if reference else [],
             temperature=rl.temperature,
         )
 

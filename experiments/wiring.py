@@ -36,6 +36,7 @@ from jaxagent.rollout.sampling import SamplingConfig
 from jaxagent.training.evaluate import is_success
 from jaxagent.training.learner import Learner, Shapes
 from jaxagent.training.optimizer import Optimizer, learning_rate_schedule, muon
+from jaxagent.training.passes import Pass
 from jaxagent.training.state import create_state
 from jaxagent.training.step import make_update
 
@@ -320,7 +321,7 @@ class Workbench:
         *,
         episodes: int,
         credit: Credit | None = None,
-        scored_by: dict[str, Params] | None = None,
+        passes: Sequence[Pass] = (),
         temperature: float = 1.0,
     ) -> Learner:
         row_length = self.limits.max_context_tokens
@@ -336,7 +337,7 @@ class Workbench:
             shapes,
             self.model,
             credit=credit,
-            scored_by=scored_by,
+            passes=passes,
             temperature=temperature,
         )
 

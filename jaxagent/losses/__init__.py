@@ -31,6 +31,7 @@ from jaxagent.losses.distillation import (
     teacher_policy_gradient,
 )
 from jaxagent.losses.divergences import jensen_shannon, kl_divergence, renormalised, with_tail
+from jaxagent.losses.forecast import forecast
 from jaxagent.losses.observation import observation_prediction
 from jaxagent.losses.policy import (
     cispo,
@@ -60,6 +61,7 @@ __all__ = [
     "dppo",
     "entropy_bonus",
     "failure_prediction",
+    "forecast",
     "flow_balance",
     "flow_rl",
     "gspo",

@@ -73,6 +73,11 @@ def unembedding(params: Params, config: ModelConfig) -> jax.Array:
     return params["embed"].T if config.tie_embeddings else params["unembed"]
 
 
+def unembedding_table(params: Params) -> jax.Array:
+    """Return the unembedding as it is stored: ``[V, D]`` if tied, else ``[D, V]``."""
+    return params.get("unembed", params["embed"])
+
+
 def forward(
     params: Params,
     config: ModelConfig,

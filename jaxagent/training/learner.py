@@ -2,21 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxagent.credit.base import Credit, assign
+from jaxagent.credit.rewards import RewardTransform
+from jaxagent.data.augment import Augment, Marks, marked_score
 from jaxagent.data.batch import Batch
 from jaxagent.data.kinds import Kind
-from jaxagent.data.packing import TruncationMode, first_fit, pack
+from jaxagent.data.packing import Placement, TruncationMode, first_fit, pack, place
 from jaxagent.episodes.episode import Episode
 from jaxagent.models.config import ModelConfig
 from jaxagent.models.transformer import Params
+from jaxagent.training.passes import Pass, Setting, Work
 from jaxagent.training.state import TrainState, snapshot
 from jaxagent.training.step import Update, make_scorer
 
-Metrics = dict[str, jax.Array]
+# Scalars on the device, and facts the host knows already.
+Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,12 +45,19 @@ class Shapes:
     truncation: TruncationMode = "score"
     truncation_penalty: float = 0.0
 
-    def pack(self, episodes: Sequence[Episode]) -> Batch:
-        """Packs into the smallest of the shapes. Raises ValueError when none holds them."""
+    def place(self, episodes: Sequence[Episode]) -> Placement:
+        """Where :meth:`pack` puts each context."""
+        return place(episodes, buckets=(self.row_length,), truncation=self.truncation)
+
+    def pack(self, episodes: Sequence[Episode], rows: int | None = None) -> Batch:
+        """Packs into the smallest of the shapes, or into ``rows``.
+
+        Raises ValueError when none holds them.
+        """
         return pack(
             episodes,
             buckets=(self.row_length,),
-            rows=self._rows_for(episodes),
+            rows=rows or self._rows_for(episodes),
             num_episodes=self.episodes,
             max_turns=self.turns,
             truncation=self.truncation,
@@ -68,8 +82,12 @@ class Learner:
       state: the train state; the learner owns it from here on (updates donate it).
       update: from ``make_update``.
       credit: fills the advantages; None leaves them 0 (supervised training).
-      scored_by: score name -> parameters, for example ``{"reference": params}``; each is
-        one more forward pass over every batch.
+      rewards: reward transforms, applied in this order before credit.
+      passes: in this order, what else the batch is given (see ``training.passes``).
+      augment: adds sequences that some term of the objective is trained on beside the
+        episodes; ``shapes.episodes`` must have room for the episodes it adds.
+
+    Raises ValueError when the objective or the credit needs what no pass provides.
     """
 
     def __init__(
@@ -80,24 +98,40 @@ class Learner:
         model_config: ModelConfig,
         *,
         credit: Credit | None = None,
-        scored_by: Mapping[str, Params] | None = None,
+        rewards: Sequence[RewardTransform] = (),
+        passes: Sequence[Pass] = (),
+        augment: Augment | None = None,
         temperature: float = 1.0,
+        mesh: Mesh | None = None,
     ) -> None:
         self.state = state
         self.version = int(state.step)
         self.shapes = shapes
         self._update = update
-        self._scored_by = dict(scored_by or {})
-        # The objective's scores are checked when a batch arrives; say it now instead.
-        update.objective.require(outputs=update.objective.needs, scores=frozenset(self._scored_by))
-        missing = (credit.scores if credit else frozenset()) - set(self._scored_by)
-        if missing:
-            raise ValueError(
-                f"the credit pipeline needs the score {', '.join(sorted(missing))}: "
-                "name its parameters in scored_by"
-            )
-        self._score = make_scorer(model_config, temperature=temperature)
-        self._assign = jax.jit(lambda batch: assign(credit, batch)) if credit else None
+        self._augment = augment
+        marks = augment.scores if augment else frozenset()
+        scores = marks.union(*(p.scores for p in passes))
+        update.objective.require(outputs=update.objective.needs, scores=scores)
+        _check_provided("score", credit.scores if credit else frozenset(), scores)
+        extras = frozenset().union(*(p.extras for p in passes))
+        _check_provided("extra", credit.extras if credit else frozenset(), extras)
+        hidden = frozenset().union(*(p.hidden for p in passes))
+        _check_provided("hidden state", update.teachers, hidden)
+        setting = Setting(
+            model=model_config,
+            tokens=max(shapes.rows) * shapes.row_length,
+            row_length=shapes.row_length,
+            episodes=shapes.episodes,
+            turns=shapes.turns,
+            temperature=temperature,
+            mesh=mesh,
+        )
+        self._passes = [p.build(setting) for p in passes]
+        self._unembeddings = {
+            name: table for p in passes for name, table in (p.unembeddings or {}).items()
+        }
+        self._score = make_scorer(model_config, temperature=temperature, mesh=mesh)
+        self._assign = jax.jit(partial(_assign, credit, tuple(rewards))) if credit else None
 
     @property
     def compilations(self) -> int:
@@ -108,22 +142,31 @@ class Learner:
         return snapshot(self.state.params)
 
     def learn(self, episodes: Sequence[Episode]) -> Metrics:
-        """One update; returns metrics that are still on the device."""
-        return self.learn_batch(self.shapes.pack(episodes))
-
-    def learn_batch(self, batch: Batch) -> Metrics:
-        self.state, metrics = self._step(self.state, batch)
+        """One update; returns metrics, those of the update still on the device."""
+        self.state, metrics = self._step(self.state, episodes)
         self.version += 1
         return metrics
 
-    def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        for name, params in self._scored_by.items():
-            batch = batch.with_score(name, self._score(params, batch))
-        credited: Metrics = {}
+    def _step(
+        self, state: TrainState, episodes: Sequence[Episode], rows: int | None = None
+    ) -> tuple[TrainState, Metrics]:
+        marks: Mapping[str, Marks] = {}
+        if self._augment is not None:
+            augmented = self._augment.fn(episodes)
+            episodes, marks = augmented.episodes, augmented.marks
+        batch, placement = self.shapes.pack(episodes, rows), self.shapes.place(episodes)
+        for name, values in marks.items():
+            batch = batch.with_score(name, marked_score(placement, values, batch.tokens.shape))
+        found: Metrics = {}
+        work = Work(state, episodes, placement)
+        for fn in self._passes:
+            batch, facts = fn(work, batch)
+            found |= facts
         if self._assign is not None:
             batch, credited = self._assign(batch)
-        state, metrics = self._update(state, batch)
-        return state, {**metrics, **credited}
+            found |= credited
+        state, metrics = self._update(state, batch, self._unembeddings)
+        return state, {**metrics, **found}
 
     def logprob_gap(self, episodes: Sequence[Episode]) -> float:
         """Largest |trainer - sampler| log-prob of ACTION tokens that the present weights drew."""
@@ -139,12 +182,25 @@ class Learner:
     def warmup(self) -> None:
         """Compiles every shape, on empty batches and a copy of the state."""
         for rows in self.shapes.rows:
-            batch = pack(
-                [],
-                buckets=(self.shapes.row_length,),
-                rows=rows,
-                num_episodes=self.shapes.episodes,
-                max_turns=self.shapes.turns,
-            )
-            spare, _ = self._step(snapshot(self.state), batch)
+            spare, _ = self._step(snapshot(self.state), [], rows)
             jax.block_until_ready(spare)
+
+
+def _assign(
+    credit: Credit, rewards: Sequence[RewardTransform], batch: Batch
+) -> tuple[Batch, dict[str, jax.Array]]:
+    found: dict[str, jax.Array] = {}
+    for transform in rewards:
+        batch, metrics = transform(batch)
+        found |= metrics
+    batch, metrics = assign(credit, batch)
+    return batch, {**found, **metrics}
+
+
+def _check_provided(kind: str, needed: frozenset[str], given: frozenset[str]) -> None:
+    missing = needed - given
+    if missing:
+        raise ValueError(
+            f"the {kind} {', '.join(sorted(missing))} is needed, but no pass provides it (they "
+            f"provide: {', '.join(sorted(given)) or 'none'}); see jaxagent.training.passes"
+        )

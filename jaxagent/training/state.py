@@ -19,13 +19,15 @@ class TrainState:
     """``step`` int32 [] counts finished updates and is the version of ``params``.
 
     ``params`` and the optimiser's moments are float32. ``rng`` uint32 [2] is the raw key of
-    the run; fold the step in for a key of one's own.
+    the run; fold the step in for a key of one's own. ``ema``: a moving average of ``params``,
+    where a teacher is made of it, else None.
     """
 
     step: jax.Array
     params: Params
     opt_state: Any
     rng: jax.Array
+    ema: Params | None = None
 
 
 def create_state(
@@ -35,8 +37,9 @@ def create_state(
     seed: int = 0,
     config: ModelConfig | None = None,
     mesh: Mesh | None = None,
+    ema: bool = False,
 ) -> TrainState:
-    """A fresh state at step 0 that owns its buffers.
+    """A fresh state at step 0 that owns its buffers; with ``ema``, an average that starts at them.
 
     ``params`` are copied: the update donates the state, and whoever else holds them (a
     reference model, the sampler) must keep them. With a mesh (``config`` then says the
@@ -53,6 +56,7 @@ def create_state(
             params=params,
             opt_state=optimizer.init(params),
             rng=jax.random.key_data(jax.random.key(seed)),
+            ema=jax.tree.map(jnp.copy, params) if ema else None,
         )
 
     if mesh is None or config is None:

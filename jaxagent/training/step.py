@@ -15,7 +15,7 @@ model's forward and backward passes run in pieces:
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxagent.data.batch import Batch, action_mask, observation_mask, per_token
 from jaxagent.losses.base import Objective, Outputs, ratio, select
 from jaxagent.models.config import ModelConfig
-from jaxagent.models.logprobs import shift_logprobs
+from jaxagent.models.logprobs import DivergenceKind, Teacher, shift_logprobs
 from jaxagent.models.sharding import BATCH_AXES, replicated
-from jaxagent.models.transformer import Params, forward
+from jaxagent.models.transformer import Params, forward, unembedding_table
 from jaxagent.training.state import TrainState, state_shardings
 
 # (params, hidden [r,T,D], rows) -> [r,T]; ``rows`` is the batch with some of its rows.
@@ -54,35 +54,54 @@ _ROW_FIELDS = (
 class Update:
     """``update(state, batch) -> (state, metrics)``; the state passed in is donated.
 
-    ``metrics`` are float32 scalars on the device: fetch them when they are logged, not at
+    ``unembeddings``: teacher name -> its unembedding, for divergences from an external
+    teacher; else it is that of the state's moving average, or of the policy where there is
+    none. ``metrics`` are float32 scalars on the device: fetch them when they are logged, not at
     each step. ``state.step`` is the version of the weights that the update starts from.
     """
 
     objective: Objective
-    _step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    _step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
     _config: ModelConfig
     _mesh: Mesh | None
     _parts: int
     _jitted: Any = field(default=None)
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def __call__(
+        self,
+        state: TrainState,
+        batch: Batch,
+        unembeddings: Mapping[str, jax.Array] | None = None,
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         check_rows(batch, self._parts)
         self.objective.require(outputs=self.objective.needs, scores=frozenset(batch.scores))
+        absent = self.teachers - set(batch.hidden)
+        if absent:
+            raise ValueError(
+                f"a divergence needs the hidden states of teacher {', '.join(sorted(absent))}: "
+                "add them with batch.with_hidden"
+            )
+        given = dict(unembeddings or {})
         if self._mesh is None:
             if self._jitted is None:
                 self._jitted = jax.jit(self._step, donate_argnums=0)
-            return self._jitted(state, batch)
+            return self._jitted(state, batch, given)
         if self._jitted is None:
             # The state comes back exactly as it went in, or the next call would recompile.
             shardings = state_shardings(state, self._config, self._mesh)
             self._jitted = jax.jit(
                 self._step,
                 donate_argnums=0,
-                in_shardings=(shardings, None),
+                in_shardings=(shardings, None, None),
                 out_shardings=(shardings, replicated(self._mesh)),
             )
             state = jax.device_put(state, shardings)
-        return self._jitted(state, place_batch(batch, self._mesh))
+        return self._jitted(state, place_batch(batch, self._mesh), given)
+
+    @property
+    def teachers(self) -> frozenset[str]:
+        """Teachers whose hidden states the batch must hold."""
+        return frozenset(name for name, _ in _divergences(self.objective.needs))
 
     @property
     def compilations(self) -> int:
@@ -100,26 +119,38 @@ def make_update(
     temperature: float = 1.0,
     outputs: Mapping[str, OutputFn] | None = None,
     scores: frozenset[str] | None = None,
+    ema_rate: float = 0.05,
 ) -> Update:
     """Builds the update of ``objective``.
 
     ``micro_batches`` cuts the rows (R must be a multiple of it, times ``data * fsdp`` of the
     mesh) to save memory. ``temperature`` must be the sampler's: log-probabilities are of
     log-softmax(logits / temperature) on both sides. ``outputs`` computes what the
-    objective needs beyond log-probabilities and entropy. With ``scores``, the names the run
-    will provide, a missing one is reported here rather than at the first batch.
+    objective needs beyond log-probabilities, entropy and divergences (whose teachers' hidden
+    states the batch must hold). With ``scores``, the names the run will provide, a missing
+    one is reported here rather than at the first batch. ``ema_rate``: how far a state's
+    moving average, where it keeps one, moves towards the new weights.
 
     Raises ValueError naming the term when the objective needs something not provided.
     """
     extra = dict(outputs or {})
-    objective.require(outputs=MODEL_OUTPUTS | frozenset(extra), scores=scores)
+    wanted = _divergences(objective.needs)
+    given = MODEL_OUTPUTS | frozenset(extra) | {f"divergence:{t}:{kind}" for t, kind in wanted}
+    objective.require(outputs=given, scores=scores)
+    if not 0 < ema_rate <= 1:
+        raise ValueError(f"ema_rate must lie in 0..1 (0 excluded), got {ema_rate}")
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
     needs = objective.needs | {"logprobs"}
-    run = partial(_outputs, model_config, needs, temperature, extra)
     schedule = getattr(optimizer, "schedule", None)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(
+        state: TrainState, batch: Batch, unembeddings: Mapping[str, jax.Array]
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        own = unembedding_table(state.params if state.ema is None else state.ema)
+        tables = {name: unembeddings.get(name, own) for name, _ in wanted}
+        run = partial(_outputs, model_config, needs, temperature, extra, tables)
+
         def evaluate(found: Outputs) -> tuple[jax.Array, tuple[dict[str, jax.Array], Outputs]]:
             loss, metrics = objective(found, batch, state.step)
             return loss, (metrics, found)
@@ -139,7 +170,13 @@ def make_update(
         if schedule is not None:
             metrics["optimizer/learning_rate"] = schedule(state.step)
         metrics = {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics  # type: ignore[attr-defined]
+        ema = state.ema
+        if ema is not None:
+            ema = jax.tree.map(lambda old, new: old + ema_rate * (new - old), ema, params)
+        new: TrainState = state.replace(  # type: ignore[attr-defined]
+            step=state.step + 1, params=params, opt_state=opt_state, ema=ema
+        )
+        return new, metrics
 
     return Update(objective, step, model_config, mesh, micro_batches * _devices(mesh))
 
@@ -156,7 +193,7 @@ def make_scorer(
     What ``batch.with_score("reference", ...)`` and ``"proximal"`` are made of. Compiles once
     a batch shape, whichever parameters it is given.
     """
-    run = partial(_outputs, model_config, frozenset({"logprobs"}), temperature, {})
+    run = partial(_outputs, model_config, frozenset({"logprobs"}), temperature, {}, {})
 
     @jax.jit
     def scored(params: Params, batch: Batch) -> jax.Array:
@@ -169,7 +206,7 @@ def make_scorer(
     def score(params: Params, batch: Batch) -> jax.Array:
         check_rows(batch, micro_batches * _devices(mesh))
         # Scores that are there already would only make for more shapes to compile.
-        bare: Batch = batch.replace(scores={}, extras={})  # type: ignore[attr-defined]
+        bare: Batch = batch.replace(scores={}, extras={}, hidden={})  # type: ignore[attr-defined]
         return scored(params, bare if mesh is None else place_batch(bare, mesh))
 
     return score
@@ -230,10 +267,12 @@ def _outputs(
     needs: frozenset[str],
     temperature: float,
     extra: Mapping[str, OutputFn],
+    tables: Mapping[str, jax.Array],
     params: Params,
     rows: Batch,
 ) -> dict[str, jax.Array]:
     """What one forward pass yields for ``rows``, [r,T] each."""
+    wanted = _divergences(needs)
     hidden, _ = forward(params, config, rows.tokens, rows.positions, rows.segment_ids)
     found = shift_logprobs(
         params,
@@ -243,12 +282,26 @@ def _outputs(
         rows.segment_ids,
         temperature=temperature,
         entropy="entropy" in needs,
+        teachers=[Teacher(kind, rows.hidden[name], tables[name]) for name, kind in wanted],
     )
     outputs = {"logprobs": found.logprobs}
+    for (name, kind), apart in zip(wanted, found.divergences, strict=True):
+        outputs[f"divergence:{name}:{kind}"] = apart
     if found.entropy is not None:
         outputs["entropy"] = found.entropy
     outputs |= {name: fn(params, hidden, rows) for name, fn in extra.items() if name in needs}
     return outputs
+
+
+def _divergences(needs: frozenset[str]) -> list[tuple[str, DivergenceKind]]:
+    """``(teacher, kind)`` of every output ``"divergence:<teacher>:<kind>"``."""
+    found: list[tuple[str, DivergenceKind]] = []
+    for need in sorted(needs):
+        first, _, rest = need.partition(":")
+        name, _, kind = rest.partition(":")
+        if first == "divergence" and kind in get_args(DivergenceKind):
+            found.append((name, kind))  # type: ignore[arg-type]
+    return found
 
 
 def _gradients(

@@ -25,6 +25,7 @@ from jaxagent.training.checkpoint import Checkpoints
 from jaxagent.training.learner import Learner, Shapes
 from jaxagent.training.metrics import MetricsWriter, read_metrics
 from jaxagent.training.optimizer import adamw
+from jaxagent.training.passes import own_tokens
 from jaxagent.training.run import Step, train
 from jaxagent.training.state import create_state
 from jaxagent.training.step import make_update
@@ -95,7 +96,7 @@ def build_learner() -> Learner:
         Shapes(row_length=64, rows=(4, 8), episodes=GROUPS * GROUP_SIZE, turns=2),
         MODEL,
         credit=credit.group_relative(),
-        scored_by={"reference": params},
+        passes=[own_tokens("reference", params)],
     )
 
 

@@ -130,7 +130,7 @@ def sampling_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
 
 def packed_shardings(packed: Packed, mesh: Mesh) -> Any:
     """Return a tree like ``decoding.pack``'s result with a ``NamedSharding`` at each leaf."""
-    specs = {"embed": (None, "tensor"), "unembed": (None, "tensor"), "final_norm": ()}
+    specs = {"embed": ("tensor", None), "unembed": (None, "tensor"), "final_norm": ()}
 
     def place(path: Any, _: jax.Array) -> NamedSharding:
         if mesh.size == 1:

@@ -42,9 +42,7 @@ class Augment(NamedTuple):
     more: int = 0
 
 
-def marked_score(
-    placement: Placement, marks: Marks, shape: tuple[int, int]
-) -> NDArray[np.float32]:
+def marked_score(placement: Placement, marks: Marks, shape: tuple[int, int]) -> NDArray[np.float32]:
     """[R,T] float32: the marks where :func:`jaxagent.data.packing.pack` put their tokens."""
     flat = np.zeros(shape[0] * shape[1], np.float32)
     for (episode, context), values in marks.items():
@@ -91,7 +89,8 @@ def forecast_contexts(
         samples: list[tuple[int, Context, NDArray[np.bool_]]] = []
         for index in kept:
             samples += [
-                (index, *sample) for sample in _forecasts(
+                (index, *sample)
+                for sample in _forecasts(
                     episodes[index], encode, horizon, prompt, between, max_tokens, skip
                 )
             ]
@@ -194,9 +193,7 @@ def _forecasts(
     max_tokens: int,
     skip: Callable[[Episode, int], bool] | None,
 ) -> list[tuple[Context, NDArray[np.bool_]]]:
-    turns = [
-        turn for turn in range(episode.num_turns) if skip is None or not skip(episode, turn)
-    ]
+    turns = [turn for turn in range(episode.num_turns) if skip is None or not skip(episode, turn)]
     found = []
     for at, turn in enumerate(turns):
         ahead = [a for t in turns[at : at + horizon] if (a := _action(episode, t)).size]
@@ -220,9 +217,7 @@ def _forecasts(
 
 
 def _action(episode: Episode, turn: int) -> NDArray[np.int32]:
-    parts = [
-        c.tokens[(c.turn_ids == turn) & (c.kinds == Kind.ACTION)] for c in episode.contexts
-    ]
+    parts = [c.tokens[(c.turn_ids == turn) & (c.kinds == Kind.ACTION)] for c in episode.contexts]
     return np.concatenate(parts).astype(np.int32)
 
 

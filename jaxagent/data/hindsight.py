@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-
 from jaxagent.data.kinds import Kind
 from jaxagent.data.scoring import Advice
 from jaxagent.episodes.episode import Episode

@@ -181,9 +181,7 @@ def _fill_rows(
     """All [R,T] fields, by one scatter each."""
     length, at_row, at_column = placement.row_length, placement.rows, placement.columns
     owners = placement.episodes
-    contexts = [
-        episodes[i].contexts[j] for i, j in zip(owners, placement.contexts, strict=True)
-    ]
+    contexts = [episodes[i].contexts[j] for i, j in zip(owners, placement.contexts, strict=True)]
     sizes = np.asarray([len(c) for c in contexts], np.int64)
     total = int(sizes.sum())
     starts = np.cumsum(sizes) - sizes
@@ -211,9 +209,7 @@ def _fill_rows(
         "tokens": scatter(joined("tokens", np.int32), 0, np.int32),
         "positions": scatter(positions, 0, np.int32),
         "segment_ids": scatter(np.repeat(segment, sizes), 0, np.int32),
-        "episode_ids": scatter(
-            np.repeat(owners, sizes), padding_id, np.int32
-        ),
+        "episode_ids": scatter(np.repeat(owners, sizes), padding_id, np.int32),
         "kind": scatter(kinds, Kind.PAD, np.uint8),
         "turn_ids": scatter(joined("turn_ids", np.int32), -1, np.int32),
         "behavior_logprobs": scatter(

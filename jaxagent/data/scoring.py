@@ -7,6 +7,7 @@ matters carries the index at which its log-probability is written back.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import flax.struct
 import numpy as np
@@ -132,9 +133,7 @@ def boundary_sequences(
     return found
 
 
-def pack_scored(
-    sequences: Sequence[Scored], *, rows: int, row_length: int
-) -> Iterator[ScoreRows]:
+def pack_scored(sequences: Sequence[Scored], *, rows: int, row_length: int) -> Iterator[ScoreRows]:
     """Packs into as many blocks of ``[rows, row_length]`` as it takes; none for none.
 
     One shape whatever the number of sequences, so one program scores them all. Raises
@@ -151,7 +150,7 @@ def pack_scored(
         block = empty_rows(rows, row_length)
         segments = np.zeros(rows, np.int32)
         for index in np.flatnonzero((at_row >= first) & (at_row < first + rows)):
-            sequence, row = sequences[index], at_row[index] - first
+            sequence, row = sequences[int(index)], at_row[index] - first
             where = slice(at_column[index], at_column[index] + len(sequence.tokens))
             segments[row] += 1
             block.tokens[row, where] = sequence.tokens
@@ -163,8 +162,13 @@ def pack_scored(
 
 def empty_rows(rows: int, row_length: int) -> ScoreRows:
     """Rows of padding."""
-    zeros = [np.zeros((rows, row_length), np.int32) for _ in range(3)]
-    return ScoreRows(*zeros, np.full((rows, row_length), -1, np.int32))
+    zeros = partial(np.zeros, (rows, row_length), np.int32)
+    return ScoreRows(
+        tokens=zeros(),
+        positions=zeros(),
+        segment_ids=zeros(),
+        targets=np.full((rows, row_length), -1, np.int32),
+    )
 
 
 def _prompt_length(context: Context) -> int:

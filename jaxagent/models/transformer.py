@@ -75,7 +75,7 @@ def unembedding(params: Params, config: ModelConfig) -> jax.Array:
 
 def unembedding_table(params: Params) -> jax.Array:
     """Return the unembedding as it is stored: ``[V, D]`` if tied, else ``[D, V]``."""
-    return params.get("unembed", params["embed"])
+    return params["unembed"] if "unembed" in params else params["embed"]
 
 
 def forward(

@@ -114,8 +114,12 @@ loss | nats | the weighted sum of all terms
 <term>/value_mean | reward | mean value the critic gives an ACTION token
 <term>/accuracy | 1 | fraction predicted or preferred rightly
 <term>/pairs | pairs | preference pairs the term is taken over
+<term>/nll | nats | mean negative log-prob of the tokens the term is taken over
 <term>/nll_first_turn | nats | mean negative log-prob of observation tokens of the first turn
 <term>/nll_later_turns | nats | the same for all later turns
+teachers/<name>/coverage | 1 | fraction of ACTION tokens that the teacher teaches
+teachers/<name>/advised | episodes | episodes of the batch for which there was advice
+answers/<name>/answered | 1 | fraction of valid episodes with an answer to score
 eval/success | 1 | success rate on held-out tasks
 eval/success_low | 1 | lower end of its 95 % interval
 eval/success_high | 1 | upper end of its 95 % interval

@@ -21,8 +21,8 @@ from jaxagent.data.hindsight import Builder
 from jaxagent.data.kinds import Kind
 from jaxagent.data.packing import Placement
 from jaxagent.data.scoring import (
-    ScoreRows,
     Scored,
+    ScoreRows,
     boundary_sequences,
     empty_rows,
     pack_scored,
@@ -82,9 +82,7 @@ class Pass(NamedTuple):
     unembeddings: Mapping[str, jax.Array] | None = None
 
 
-def own_tokens(
-    name: str, params: Params | None = None, model: ModelConfig | None = None
-) -> Pass:
+def own_tokens(name: str, params: Params | None = None, model: ModelConfig | None = None) -> Pass:
     """``scores[name]``: the batch's own tokens under other weights.
 
     ``own_tokens("reference", params)`` with frozen weights; without ``params`` those that the
@@ -154,8 +152,8 @@ def teacher(
                 batch = batch.with_hidden(name, _cut(states, shape))
             acted = int((np.asarray(batch.kind) == Kind.ACTION).sum())
             facts = {
-                f"teacher/{name}/coverage": float(mask.sum()) / max(acted, 1),
-                f"teacher/{name}/advised": float(len(told)),
+                f"teachers/{name}/coverage": float(mask.sum()) / max(acted, 1),
+                f"teachers/{name}/advised": float(len(told)),
             }
             return batch, facts
 
@@ -217,7 +215,7 @@ def boundary_answer(
             last = np.zeros(setting.episodes, np.int32)
             last[: len(work.episodes)] = [min(e.num_turns, setting.turns) for e in work.episodes]
             valid = sum(episode.valid for episode in work.episodes)
-            facts = {f"extras/{name}/answered": len(given) / max(valid, 1)}
+            facts = {f"answers/{name}/answered": len(given) / max(valid, 1)}
             return batch.with_extra(name, means(total, counts, last)), facts
 
         return fn
@@ -225,9 +223,7 @@ def boundary_answer(
     return Pass(build, extras=frozenset({name}))
 
 
-def fact(
-    name: str, values: Callable[[Sequence[Episode], int, int], NDArray[np.generic]]
-) -> Pass:
+def fact(name: str, values: Callable[[Sequence[Episode], int, int], NDArray[np.generic]]) -> Pass:
     """``extras[name] = values(episodes, E, K)``, computed on the host.
 
     For ids and labels that the episodes themselves hold: states, windows, roles, outcomes,
@@ -244,9 +240,7 @@ def fact(
     return Pass(build, extras=frozenset({name}))
 
 
-def derived(
-    scores: Iterable[str], values: Callable[[Batch], Mapping[str, jax.Array]]
-) -> Pass:
+def derived(scores: Iterable[str], values: Callable[[Batch], Mapping[str, jax.Array]]) -> Pass:
     """Scores computed from those of earlier passes: ``values(batch)``, jitted, no gradient.
 
     ``derived(["returns"], lambda batch: {"returns": value_targets(batch)})``.
@@ -325,9 +319,7 @@ def _blocks(
 
     def run(params: Params, sequences: Sequence[Scored]) -> tuple[jax.Array, jax.Array | None]:
         total = jnp.zeros(size, jnp.float32)
-        states = (
-            jnp.zeros((size, config.hidden_size), config.compute_dtype) if hidden else None
-        )
+        states = jnp.zeros((size, config.hidden_size), config.compute_dtype) if hidden else None
         blocks = list(pack_scored(sequences, rows=rows, row_length=row_length))
         # One block at the least, so that warming up on nothing compiles the program.
         for block in blocks or [empty_rows(rows, row_length)]:

@@ -89,11 +89,15 @@ def test_the_printed_loss_and_nothing_without_wins() -> None:
     logprobs = np.full(batch.tokens.shape, np.nan, np.float32)
     logprobs[found["forecast"] > 0] = np.log([0.5, 0.25])
     loss = losses.forecast()
-    total, count, _ = loss.fn({"logprobs": logprobs}, batch.with_score("forecast", found["forecast"]))
+    total, count, _ = loss.fn(
+        {"logprobs": logprobs}, batch.with_score("forecast", found["forecast"])
+    )
     np.testing.assert_allclose(total / count, 1.0397208, atol=1e-6)
 
     batch, found = scores(augment.fn([episode([[11, 12]], 0.0)]))
-    total, count, _ = loss.fn({"logprobs": logprobs}, batch.with_score("forecast", found["forecast"]))
+    total, count, _ = loss.fn(
+        {"logprobs": logprobs}, batch.with_score("forecast", found["forecast"])
+    )
     assert total == 0 and count == 0
 
 

@@ -84,9 +84,7 @@ def test_every_target_is_the_students_own_token(
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(1, 3))
-def test_packing_loses_nothing(
-    case: tuple[list[Episode], list[Advice], str], rows: int
-) -> None:
+def test_packing_loses_nothing(case: tuple[list[Episode], list[Advice], str], rows: int) -> None:
     episodes, advice, _ = case
     sequences = teacher_sequences(episodes, advice, place(episodes, buckets=BUCKETS))
     blocks = list(pack_scored(sequences, rows=rows, row_length=128))
@@ -146,6 +144,4 @@ def test_answers_stand_at_every_boundary() -> None:
         inside = (context.turn_ids < k) if k else (context.kinds == Kind.PROMPT)
         before = context.tokens[inside]
         ended = k > 0 and context.kinds[inside][-1] == Kind.ACTION
-        np.testing.assert_array_equal(
-            sequence.tokens[:-2], [*before, *(closing if ended else [])]
-        )
+        np.testing.assert_array_equal(sequence.tokens[:-2], [*before, *(closing if ended else [])])

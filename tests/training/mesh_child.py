@@ -11,13 +11,15 @@ import optax
 
 from jaxagent import credit, losses
 from jaxagent.data.batch import action_mask, episode_sum
-from jaxagent.data.packing import pack
+from jaxagent.data.hindsight import group_summary
+from jaxagent.data.packing import pack, place
 from jaxagent.data.synthetic import random_episodes
 from jaxagent.models.config import ModelConfig
 from jaxagent.models.sharding import make_mesh, shard_params
 from jaxagent.models.transformer import init
 from jaxagent.training.checkpoint import Checkpoints
 from jaxagent.training.optimizer import adamw
+from jaxagent.training.passes import Setting, Work, teacher
 from jaxagent.training.state import create_state
 from jaxagent.training.step import make_scorer, make_update
 
@@ -53,11 +55,18 @@ def main(directory: str) -> None:
     policy = losses.clipped_policy_gradient(0.2, 0.28, aggregate="episode")
     world = losses.observation_prediction()
     local = losses.combine(policy=(1.0, policy), world=(0.05, world))
-    whole = losses.combine(policy=(1.0, policy), world=(0.05, world), balance=(0.01, balance))
+    whole = losses.combine(
+        policy=(1.0, policy),
+        world=(0.05, world),
+        balance=(0.01, balance),
+        distil=(0.1, losses.divergence("told", "jsd")),
+    )
     params = init(jax.random.key(0), CONFIG)
     episodes = random_episodes(1, groups=4, group_size=4, vocab_size=24, max_contexts=2)
     batch = pack(episodes, buckets=(64,), rows=16)
     batch, _ = credit.assign(credit.group_relative(), batch)
+    told = np.random.default_rng(0).normal(size=(16, 64, CONFIG.hidden_size))
+    batch = batch.with_hidden("told", told.astype(np.float32))
     batch = jax.tree.map(np.asarray, batch)
 
     def run(objective: Any, mesh: Any, cut: int) -> Any:
@@ -93,6 +102,18 @@ def main(directory: str) -> None:
     mesh = make_mesh(2, 2, 2)
     scored = make_scorer(CONFIG, mesh=mesh, micro_batches=2)(params, batch)
     report["scorer"] = difference(scored, make_scorer(CONFIG)(params, batch))
+
+    def taught(mesh: Any) -> Any:
+        setting = Setting(CONFIG, 16 * 64, 64, 16, 4, 1.0, mesh)
+        one = teacher(
+            "t", group_summary(lambda text: [1], max_tokens=16), max_advice=16, hidden=True, rows=3
+        )
+        state = create_state(params, KEEP, config=CONFIG, mesh=mesh)
+        work = Work(state, episodes, place(episodes, buckets=(64,)))
+        found, _ = one.build(setting)(work, batch)
+        return found.scores, found.hidden["t"]
+
+    report["teacher"] = difference(taught(mesh), taught(None))
 
     # A checkpoint written on (2, 2, 2) continues on (4, 1, 2) and on one device.
     adam = adamw(0.1)

@@ -37,5 +37,6 @@ def test_eight_devices_give_the_gradient_of_one(tmp_path: Path) -> None:
         assert mesh["spec"] == mesh["moment_spec"]
     assert "fsdp" in report["meshes"]["(2, 2, 2) cut 2"]["spec"]
     assert report["scorer"] < 1e-5
+    assert report["teacher"] < 1e-5
     assert report["restored"] == [0.0, 0.0]
     assert "'data': 4" in report["restored_spec"] and "tensor" in report["restored_spec"]

@@ -50,6 +50,11 @@ log = logging.getLogger(__name__)
 # Failures that belong to the task, not to a passing fault: the same again on a retry.
 PERMANENT = frozenset({"PromptTooLong"})
 
+# After so many batches of groups in a row that ``after_group`` filtered out, one is delivered.
+MAX_FILTERED_BATCHES = 10
+
+AfterGroup = Callable[[Group], Awaitable[Group | None]]
+
 
 class TaskSource(Protocol):
     """Task ``i`` of the run; any list will do. IndexError says there are no more."""
@@ -62,7 +67,10 @@ class EpisodeLoop:
 
     ``make_environment`` must be quick (the slow part belongs in ``reset``); it is called
     anew for every try. ``rewrite`` is for histories that do not only grow (see ``history``).
-    ``state`` is what ``state()`` of an earlier loop returned.
+    ``after_group`` gets each group that has enough valid episodes, in the event loop and beside
+    other groups' sampling: what it returns is delivered (annotated episodes, say), and for
+    None another group is sampled in its place (DAPO's dynamic sampling). ``state`` is what
+    ``state()`` of an earlier loop returned.
     """
 
     def __init__(
@@ -76,6 +84,7 @@ class EpisodeLoop:
         limits: Limits | None = None,
         *,
         rewrite: Rewrite | None = None,
+        after_group: AfterGroup | None = None,
         version: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -88,6 +97,8 @@ class EpisodeLoop:
         self._limits = limits or Limits()
         check_notice(protocol, self._limits.max_observation_tokens)
         self._rewrite = rewrite
+        self._after_group = after_group
+        self._filtered_row = 0
         self._version = version
         state = state or {}
         self._next = int(state.get("next_index", 0))
@@ -293,11 +304,33 @@ class EpisodeLoop:
         group = Group(index, task.id, _group_id(index, task), episodes)
         if group.valid:
             self._failed_row.clear()
-        if len(group.valid) >= config.min_valid:
-            self._failures.pop(task.id, None)
-            self._finished[index] = group
-        else:
+        if len(group.valid) < config.min_valid:
             self._drop_invalid(group)
+            return
+        self._failures.pop(task.id, None)
+        chosen = await self._choose(group)
+        if chosen is None:
+            self._live -= 1
+            self._counts["groups/filtered"] += 1
+            self._consume(index)
+        else:
+            self._finished[index] = chosen
+
+    async def _choose(self, group: Group) -> Group | None:
+        """What ``after_group`` makes of the group; as it is where that fails."""
+        if self._after_group is None:
+            return group
+        try:
+            chosen = await self._after_group(group)
+        except Exception as error:
+            self._counts["groups/annotation_failed"] += 1
+            log.warning("after_group failed on task %s: %s", group.task_id, describe(error))
+            return group
+        # A run in which no group passes must not sample for ever.
+        self._filtered_row = 0 if chosen is not None else self._filtered_row + 1
+        if self._filtered_row > MAX_FILTERED_BATCHES * self._config.groups_per_batch:
+            return group
+        return chosen
 
     def _drop_invalid(self, group: Group) -> None:
         config = self._config

@@ -82,7 +82,8 @@ class Collected:
     """One batch of groups, by index, and what happened since the batch before.
 
     ``counts``: ``"groups/started"``, ``"groups/dropped_invalid"``, ``"groups/dropped_stale"``,
-    ``"episodes/finished"``, ``"episodes/retried"``, ``"episodes/invalid/<cause>"``,
+    ``"groups/filtered"``, ``"groups/annotation_failed"``, ``"episodes/finished"``,
+    ``"episodes/retried"``, ``"episodes/invalid/<cause>"``,
     ``"tasks/quarantined"``, ``"tasks/skipped"``, ``"environments/close_failed"``.
     ``wait_seconds``: how long ``collect`` waited.
     """

@@ -35,6 +35,7 @@ episodes/truncated | 1 | fraction of valid episodes that a limit ended
 episodes/truncated/<cause> | 1 | the same by cause: context, turns, time, tokens
 episodes/declared_done | 1 | fraction of valid episodes that the policy ended by itself
 episodes/malformed | 1 | fraction of turns without an action that can be run
+episodes/skills_unparsable | episodes | valid episodes whose own analysis could not be parsed
 episodes/empty | episodes | valid episodes without any sampled token
 episodes/turns_mean | turns | mean number of turns of valid episodes
 episodes/turns_max | turns | largest number of turns
@@ -54,6 +55,8 @@ groups/reward_mean | reward | mean over groups of the mean reward
 groups/reward_std | reward | mean over groups of the standard deviation
 groups/started | groups | groups started since the last batch
 groups/dropped_invalid | groups | groups dropped for too few valid episodes
+groups/filtered | groups | groups that after_group filtered out, such as those without signal
+groups/annotation_failed | groups | groups on which after_group failed; delivered as they were
 groups/dropped_stale | groups | groups dropped because older than max_staleness
 groups/staleness_mean | versions | mean age of a group's oldest token, in updates
 groups/staleness_max | versions | largest age of a group's oldest token, in updates

@@ -8,7 +8,6 @@ from jaxagent.credit.exploration import (
     demonstration_prefix,
     historical_bonus,
     stage_groups,
-    stop_threshold,
     with_bonus,
 )
 from jaxagent.credit.gae import gae, value_targets
@@ -19,6 +18,7 @@ from jaxagent.credit.information import (
     log_ratio_td,
     position_relative,
 )
+from jaxagent.credit.monitor import failure_scores, should_stop, stop_threshold, stopped
 from jaxagent.credit.redistribute import belief_redistribution, progress_redistribution
 from jaxagent.credit.rewards import drop_flat_groups, has_signal, kl_in_reward, overlong_penalty
 from jaxagent.credit.state_groups import gigpo_state, state_ids
@@ -55,6 +55,7 @@ __all__ = [
     "demonstration_prefix",
     "drop_flat_groups",
     "evidence_gain",
+    "failure_scores",
     "gae",
     "gated_difficulty",
     "gigpo_state",
@@ -75,9 +76,11 @@ __all__ = [
     "role_shift",
     "routed_teacher_shift",
     "select_advice",
+    "should_stop",
     "stage_groups",
     "state_ids",
     "stop_threshold",
+    "stopped",
     "teacher_shift",
     "tree_advantage",
     "turn_returns",

@@ -1,4 +1,4 @@
-"""Exploration bonuses, a calibrated stopping rule and stages of a reverse curriculum.
+"""Exploration bonuses, and stages of a reverse curriculum.
 
 Bonuses belong to training rewards alone: never to those an evaluation reports. Add them
 before any normalisation. What has to last over updates is a plain value, passed in and out.
@@ -102,29 +102,6 @@ def batch_bonus(scale: float) -> RewardTransform:
         return with_rewards(batch, rewards - penalty), {}
 
     return transform
-
-
-def stop_threshold(scores: ArrayLike, alpha: float, finite_sample: bool = False) -> float:
-    """The score above which a monitor may abort an episode (StopLoss).
-
-    ``scores`` [n]: the largest failure score over all checks of each *successful* calibration
-    run. The threshold is the ``ceil((1 - alpha) n)``-th smallest, which keeps at least
-    1 - alpha of those runs; ``finite_sample`` takes the ``ceil((1 - alpha)(n + 1))``-th, which
-    keeps as much of new runs on average (split conformal), and infinity where there are too
-    few runs for that: never abort. Abort where a score is above it, and mask such episodes:
-    they did not fail.
-
-    Derived from the abstract of StopLoss.
-    """
-    if not 0 < alpha < 1:
-        raise ValueError(f"alpha must lie between 0 and 1, got {alpha}")
-    ordered = np.sort(np.asarray(scores, np.float64).reshape(-1))
-    if not ordered.size or np.isnan(ordered).any():
-        raise ValueError("scores must hold at least one successful run's score, and no NaN")
-    count = ordered.size + (1 if finite_sample else 0)
-    # The small term keeps (1 - 0.1) * 30 from counting as 27.000000000000004.
-    rank = math.ceil((1 - alpha) * count - 1e-9)
-    return math.inf if rank > ordered.size else float(ordered[rank - 1])
 
 
 def stage_groups(groups: Sequence[str], stages: Sequence[int]) -> list[str]:

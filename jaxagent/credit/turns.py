@@ -42,6 +42,23 @@ def rewards_by_turn(batch: Batch, rewards: RewardSource) -> jax.Array:
     return turns + outcome if rewards == "both" else turns
 
 
+def turn_span(batch: Batch, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first and the last token of each turn in ``mask`` [R,T], as indices into [R*T].
+
+    [E,K] each; where a turn has no such token, the first is R*T and the last -1. A turn lies
+    in one context, so in one row.
+    """
+    episodes, turns = jnp.asarray(batch.episode_ids), jnp.asarray(batch.turn_ids)
+    shape = (batch.num_episodes, batch.num_turns)
+    count = batch.num_episodes * batch.num_turns
+    inside = mask & (turns >= 0) & (turns < batch.num_turns) & (episodes < batch.num_episodes)
+    ids = jnp.where(inside, episodes * batch.num_turns + turns, count).reshape(-1)
+    places = jnp.arange(ids.size)
+    first = jax.ops.segment_min(places, ids, num_segments=count + 1)[:count]
+    last = jax.ops.segment_max(places, ids, num_segments=count + 1)[:count]
+    return jnp.minimum(first, ids.size).reshape(shape), jnp.maximum(last, -1).reshape(shape)
+
+
 def discounted(rewards: jax.Array, turns: jax.Array, gamma: float) -> jax.Array:
     """[E,K]: ``G_k = r_k + gamma * G_{k+1}`` over the turns that exist (``turns`` [E,K] bool)."""
 

@@ -162,8 +162,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def shard_params(
     params: Params, config: ModelConfig, mesh: Mesh, rules: Rules = DEFAULT_RULES
 ) -> Params:
-    """Place parameters (host or device arrays) on the mesh."""
-    return jax.device_put(params, param_shardings(config, mesh, rules))
+    """Place parameters (host or device arrays) on the mesh; heads lie whole on every device."""
+    shardings = param_shardings(config, mesh, rules)
+    if "heads" in params:
+        shardings["heads"] = jax.tree.map(lambda _: replicated(mesh), params["heads"])
+    return jax.device_put(params, shardings)
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:

@@ -55,7 +55,11 @@ class DeviceState:
         )
 
     def pack(self, params: Params, version: int) -> Weights:
-        """Lay out new weights in buffers of their own; dispatched by the calling thread."""
+        """Lay out new weights in buffers of their own; dispatched by the calling thread.
+
+        What the decoder does not read (heads) stays where it is.
+        """
+        params = {name: params[name] for name in self._shardings}
         params = jax.device_put(params, self._shardings)
         packed = programs.pack(params, config=self._model_config, mesh=self._mesh)
         return Weights(packed, version)

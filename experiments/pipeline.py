@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import report
+from method import Method
 from rich.console import Console
 from wiring import ModelSize, Reinforce, TaskConfig, WarmStart, Workbench
 
@@ -148,7 +149,16 @@ class _Job:
             checkpoints.save(template.replace(params=params), {"seconds": self.phases.seconds})
         return params
 
-    def learner(self, start: Params, objective: Objective, credit: Credit) -> Learner:
+    def keep_policy(self, learner: Learner) -> None:
+        """The weights alone, without heads: for another run's teacher."""
+        params = {name: x for name, x in learner.params().items() if name != "heads"}
+        with Checkpoints(self.run.out / "policy") as kept:
+            if not kept.steps:
+                kept.save(create_state(params, adamw(0.0)))
+
+    def learner(
+        self, start: Params, objective: Objective, credit: Credit, method: Method
+    ) -> Learner:
         rl = self.run.rl
         rates = [
             learning_rate_schedule(
@@ -160,14 +170,20 @@ class _Job:
             )
             for peak in (rl.learning_rate, 0.1 * rl.learning_rate)
         ]
-        reference = "reference" in objective.scores | credit.scores
+        given = {"reference": start, "proximal": None}
+        read = objective.scores | credit.scores | method.reads
+        own = [own_tokens(name, params) for name, params in given.items() if name in read]
         return self.bench.learner(
             start,
             objective,
             muon(rates[0], adam_learning_rate=rates[1]),
             episodes=rl.groups * rl.group_size,
             credit=credit,
-            passes=[own_tokens("reference", start)] if reference else [],
+            rewards=method.rewards,
+            passes=[*own, *method.passes(self.bench, start)],
+            augment=method.augment(self.bench) if method.augment else None,
+            heads=method.heads,
+            ema=method.ema,
             temperature=rl.temperature,
         )
 
@@ -197,7 +213,12 @@ class _Job:
         }
 
     def reinforce(
-        self, engine: Engine, learner: Learner, store: EpisodeWriter, loop_state: Any
+        self,
+        engine: Engine,
+        learner: Learner,
+        store: EpisodeWriter,
+        loop_state: Any,
+        method: Method,
     ) -> bool:
         """The reinforcement phase; False when it was asked to stop."""
         run, rl, progress = self.run, self.run.rl, self.phases.progress
@@ -213,7 +234,13 @@ class _Job:
 
         def make_loop() -> EpisodeLoop:
             return self.bench.episode_loop(
-                engine, tasks, config, rl.temperature, version=learner.version, state=loop_state
+                engine,
+                tasks,
+                config,
+                rl.temperature,
+                version=learner.version,
+                state=loop_state,
+                after_group=method.after_group(self.bench, engine) if method.after_group else None,
             )
 
         with (
@@ -271,12 +298,19 @@ def by_family(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def run_recipe(
-    name: str, run: Run, config: Any, objective: Objective, credit: Credit
+    name: str,
+    run: Run,
+    config: Any,
+    objective: Objective,
+    credit: Credit,
+    method: Method | None = None,
 ) -> dict[str, Any] | None:
     """Trains and reports; the summary, or None when it was asked to stop on the way.
 
-    An objective or credit that reads the score ``"reference"`` gets the warm start's.
+    An objective or credit that reads the score ``"reference"`` gets the warm start's, and one
+    that reads ``"proximal"`` that of the weights each update starts from.
     """
+    method = method or Method()
     console = report.make_console()
     if not run.resume:
         move_aside(run.out, console)
@@ -290,7 +324,7 @@ def run_recipe(
     ):
         job = _Job(run, bench, checkpoints, held_out, Phases(progress, {}))
         start = job.start()
-        learner = job.learner(start, objective, credit)
+        learner = job.learner(start, objective, credit, method)
         loop_state = None
         if checkpoints.steps:
             learner.state, host = checkpoints.restore(learner.state)
@@ -303,10 +337,11 @@ def run_recipe(
                 learner.warmup()
             if learner.version == 0:
                 job.evaluate(engine, learner, "before")
-            if not job.reinforce(engine, learner, store, loop_state):
+            if not job.reinforce(engine, learner, store, loop_state, method):
                 console.print(f"stopped at update {learner.version}; --resume True goes on")
                 return None
             job.evaluate(engine, learner, "after")
+            job.keep_policy(learner)
             summary = job.summary(engine, learner)
     report.write_json(run.out / "summary.json", summary)
     show(name, run.out, bench, summary, console)

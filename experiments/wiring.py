@@ -21,19 +21,23 @@ from envs.terminal import TerminalEnv
 from jaxagent import losses
 from jaxagent.config import require
 from jaxagent.credit.base import Credit
+from jaxagent.credit.rewards import RewardTransform
+from jaxagent.data.augment import Augment
 from jaxagent.data.kinds import Kind
 from jaxagent.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxagent.episodes.background import EventLoopThread
 from jaxagent.episodes.episode import Episode
-from jaxagent.episodes.loop import EpisodeLoop, LoopConfig
+from jaxagent.episodes.loop import AfterGroup, EpisodeLoop, LoopConfig
 from jaxagent.episodes.protocol import ActionProtocol, compact_protocol
 from jaxagent.episodes.rollout import Limits
 from jaxagent.episodes.scripted import demonstrate
 from jaxagent.models.config import ModelConfig
+from jaxagent.models.heads import HeadConfig, add_heads
 from jaxagent.models.transformer import Params, init
 from jaxagent.rollout.engine import Engine, EngineConfig
 from jaxagent.rollout.sampling import SamplingConfig
 from jaxagent.training.evaluate import is_success
+from jaxagent.training.heads import head_outputs
 from jaxagent.training.learner import Learner, Shapes
 from jaxagent.training.optimizer import Optimizer, learning_rate_schedule, muon
 from jaxagent.training.passes import Pass
@@ -236,6 +240,16 @@ class Workbench:
         stream = Tasks(self.tasks.families, self.tasks.difficulty, "heldout", 0)
         return [stream[index] for index in range(self.tasks.held_out)]
 
+    def task(self, task_id: str) -> Task:
+        """The task of that id, made anew: ``family/d1/train/17``."""
+        family, difficulty, split, seed = task_id.split("/")
+        return generate(
+            family,
+            int(seed),
+            difficulty=int(difficulty.removeprefix("d")),
+            split="train" if split == "train" else "heldout",
+        )
+
     def environment(self, task: Task) -> TerminalEnv:
         return TerminalEnv(task, self.sandboxes)
 
@@ -321,23 +335,39 @@ class Workbench:
         *,
         episodes: int,
         credit: Credit | None = None,
+        rewards: Sequence[RewardTransform] = (),
         passes: Sequence[Pass] = (),
+        augment: Augment | None = None,
+        heads: Mapping[str, HeadConfig] | None = None,
+        ema: bool = False,
         temperature: float = 1.0,
     ) -> Learner:
-        row_length = self.limits.max_context_tokens
+        """A learner of up to ``episodes`` a batch, and what ``augment`` adds to them."""
+        # Forecasts are contexts of their own: their batches may take twice the rows.
+        shares = (2, 3, 4, 8) if augment is None else (2, 4, 8, 16)
         shapes = Shapes(
-            row_length=row_length,
-            rows=tuple(sorted({max(1, episodes * share // 8) for share in (2, 3, 4, 8)})),
-            episodes=episodes,
+            row_length=self.limits.max_context_tokens,
+            rows=tuple(sorted({max(1, episodes * share // 8) for share in shares})),
+            episodes=episodes * (1 + (augment.more if augment else 0)),
             turns=self.limits.max_turns,
         )
+        if heads:
+            params = add_heads(params, jax.random.key(self.seed), self.model, heads)
         return Learner(
-            create_state(params, optimizer, seed=self.seed),
-            make_update(self.model, objective, optimizer, temperature=temperature),
+            create_state(params, optimizer, seed=self.seed, ema=ema),
+            make_update(
+                self.model,
+                objective,
+                optimizer,
+                temperature=temperature,
+                outputs=head_outputs(heads or {}),
+            ),
             shapes,
             self.model,
             credit=credit,
+            rewards=rewards,
             passes=passes,
+            augment=augment,
             temperature=temperature,
         )
 
@@ -367,6 +397,7 @@ class Workbench:
         *,
         version: int = 0,
         state: Mapping[str, Any] | None = None,
+        after_group: AfterGroup | None = None,
     ) -> EpisodeLoop:
         return EpisodeLoop(
             engine,
@@ -378,6 +409,7 @@ class Workbench:
             self.limits,
             version=version,
             state=state,
+            after_group=after_group,
         )
 
     def evaluate(

@@ -1,6 +1,5 @@
 """Exploration bonuses, the stopping threshold, stages of a demonstration."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -65,25 +64,6 @@ def test_a_bonus_comes_before_the_normalisation() -> None:
     assert found.max() > 1 and found.min() < -0.5
 
 
-def test_printed_numbers_of_the_threshold() -> None:
-    scores = [0.9, 0.1, 0.3, 0.2]
-    assert credit.stop_threshold(scores, 0.25) == 0.3
-    assert credit.stop_threshold(scores, 0.25, finite_sample=True) == 0.9
-    assert credit.stop_threshold(scores, 0.1, finite_sample=True) == math.inf
-    kept = np.mean(np.asarray(scores) <= credit.stop_threshold(scores, 0.25))
-    assert kept == 0.75
-
-
-@pytest.mark.parametrize("count", [1, 10, 30, 99])
-@pytest.mark.parametrize("alpha", [0.05, 0.1, 0.3, 0.5])
-def test_the_threshold_is_the_smallest_that_keeps_enough(count: int, alpha: float) -> None:
-    scores = np.random.default_rng(count).random(count)
-    tau = credit.stop_threshold(scores, alpha)
-    needed = (1 - alpha) * count - 1e-6
-    assert (scores <= tau).sum() >= needed > (scores < tau).sum() - 1e-9
-    assert credit.stop_threshold(scores, alpha, finite_sample=True) >= tau
-
-
 def test_stages_of_a_demonstration() -> None:
     steps = ["ls", "cd", "cat", "done"]
     assert [len(credit.demonstration_prefix(steps, j)) for j in range(5)] == [4, 3, 2, 1, 0]
@@ -101,9 +81,6 @@ def test_misuse_is_named() -> None:
         (lambda: credit.historical_bonus({}, ["x"], ["a"], 1.0, groups=[]), "but 0 groups"),
         (lambda: credit.batch_bonus(-1.0), "scale must"),
         (lambda: credit.batch_bonus(1.0)(batch), "needs the extra outcome_ids"),
-        (lambda: credit.stop_threshold([], 0.1), "at least one"),
-        (lambda: credit.stop_threshold([float("nan")], 0.1), "no NaN"),
-        (lambda: credit.stop_threshold([0.5], 1.0), "alpha must lie"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -11,6 +11,7 @@ import pytest
 
 from jaxagent.models.cache import init_cache
 from jaxagent.models.config import ModelConfig
+from jaxagent.models.heads import HeadConfig, add_heads
 from jaxagent.models.logprobs import shifted_logprobs, token_logprobs
 from jaxagent.models.transformer import forward, init
 from jaxagent.rollout import programs
@@ -326,6 +327,29 @@ def test_set_params_survives_donation_of_the_trainers_buffers():
     with few() as engine, engine.open_session(3) as session:
         engine.set_params(mine, 1)
         donate(mine)
+        tokens, logprobs = play(session, turns(3), SamplingConfig(6))
+    assert_close(tokens, logprobs)
+
+
+def test_heads_change_neither_what_is_sampled_nor_what_is_compiled(many):
+    headed = add_heads(PARAMS, jax.random.key(0), MODEL, {"values": HeadConfig()})
+
+    def sample(seed):
+        with many.open_session(seed) as session:
+            return play(session, turns(seed), SamplingConfig(9))
+
+    tokens, logprobs = sample(5)
+    many.set_params(headed, 0)
+    again, same = sample(5)
+    assert again == tokens and same == logprobs
+    stats = many.stats()
+    assert stats["compilations"] == stats["compilations_in_warmup"]
+    many.set_params(PARAMS, 0)
+
+
+def test_an_engine_starts_from_parameters_with_heads():
+    headed = add_heads(PARAMS, jax.random.key(0), MODEL, {"values": HeadConfig()})
+    with Engine(headed, MODEL, FEW) as engine, engine.open_session(3) as session:
         tokens, logprobs = play(session, turns(3), SamplingConfig(6))
     assert_close(tokens, logprobs)
 

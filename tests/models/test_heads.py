@@ -40,6 +40,11 @@ CONFIGS = {
 }
 
 
+@jax.jit
+def fresh() -> Any:
+    return add_heads(init(jax.random.key(0), CONFIG), jax.random.key(1), CONFIG, CONFIGS)
+
+
 def random_heads(seed: int = 0) -> Any:
     """Heads whose every parameter is random, float64."""
     heads = init_heads(jax.random.key(seed), CONFIG, CONFIGS)
@@ -111,7 +116,7 @@ def test_where_each_number_comes_from(rows: Any, seed: int) -> None:
 
 
 def test_fresh_heads_say_zero_and_depend_on_their_name_alone() -> None:
-    params = add_heads(init(jax.random.key(0), CONFIG), jax.random.key(1), CONFIG, CONFIGS)
+    params = fresh()
     hidden = jax.random.normal(jax.random.key(2), (1, 4, 6))
     for name in CONFIGS:
         head = head_of(params, name)
@@ -142,7 +147,7 @@ def test_bfloat16_states_give_float32_numbers() -> None:
 
 
 def test_heads_lie_whole_on_every_device_of_a_mesh() -> None:
-    params = add_heads(init(jax.random.key(0), CONFIG), jax.random.key(1), CONFIG, CONFIGS)
+    params = fresh()
     placed = shard_params(params, CONFIG, make_mesh(devices=jax.devices()[:1]))
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(placed["heads"]))
     jax.tree.map(np.testing.assert_array_equal, placed, params)

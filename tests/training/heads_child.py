@@ -71,7 +71,7 @@ def main() -> None:
         found = jax.device_get((batch.scores, batch.extras))
         batch = batch.with_score("returns", np.full(packed.tokens.shape, 0.7, np.float32))
         batch = batch.with_score("reference", np.full(packed.tokens.shape, -3.0, np.float32))
-        batch, _ = credit.assign(credit.gae(), batch)
+        batch = jax.jit(lambda given: credit.assign(credit.gae(), given)[0])(batch)
         # As the learner hands it over: what the passes left on the devices stays there.
         step = make_update(
             CONFIG, objective, KEEP, mesh=mesh, micro_batches=cut, outputs=head_outputs(CONFIGS)

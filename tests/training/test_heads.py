@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,16 @@ KEEP = optax.GradientTransformation(
 )
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def fresh(seed: int, configs: tuple[tuple[str, HeadConfig], ...]) -> Any:
+    key = jax.random.key(seed)
+    return add_heads(init(key, CONFIG), jax.random.fold_in(key, 1), CONFIG, dict(configs))
+
+
 @cache
 def params(seed: int = 0) -> Any:
     """A policy whose heads say something: fresh ones say 0."""
-    found = add_heads(init(jax.random.key(seed), CONFIG), jax.random.key(1), CONFIG, CONFIGS)
+    found = fresh(seed, tuple(CONFIGS.items()))
     rng = np.random.default_rng(seed)
     shaken = jax.tree.map(
         lambda x: x + jnp.asarray(0.3 * rng.normal(size=x.shape), jnp.float32), found["heads"]
@@ -78,6 +84,11 @@ def run_pass(one: Pass, batch: Batch, weights: Any, episodes: Sequence[Episode] 
     return one.build(setting)(work, batch)[0]
 
 
+def assign(pipeline: credit.Credit, given: Batch) -> Batch:
+    assigned: Batch = jax.jit(lambda b: credit.assign(pipeline, b)[0])(given)
+    return assigned
+
+
 @cache
 def batch(rows: int = 8, length: int = 64, order: int = 1) -> Any:
     packed = pack(EPISODES[::order], buckets=(length,), rows=rows, **SHAPE)
@@ -85,7 +96,7 @@ def batch(rows: int = 8, length: int = 64, order: int = 1) -> Any:
     rng = np.random.default_rng(0)
     packed = packed.with_score("returns", np.asarray(packed.scores["values"]) + 0.5)
     packed = packed.with_score("reference", rng.normal(-2, 0.1, packed.tokens.shape))
-    filled, _ = credit.assign(credit.gae(bootstrap=True), packed)
+    filled = assign(credit.gae(bootstrap=True), packed)
     return jax.tree.map(np.asarray, filled)
 
 
@@ -98,7 +109,6 @@ OBJECTIVES = {
     ),
     "episodes": losses.combine(
         flow=(0.1, losses.flow_rl()),
-        balance=(0.1, losses.trajectory_balance_learned_z(0.5)),
         value=(0.5, losses.value_loss()),
     ),
 }
@@ -152,25 +162,29 @@ def test_packing_changes_nothing_and_each_context_is_read_alone() -> None:
     for name, values in ends.items():
         np.testing.assert_allclose(values, other_ends[name], atol=1e-5)
 
-    # By hand: the state before the token, in the context alone; the mean over its prompt.
+    @jax.jit
+    def states(tokens: jax.Array) -> jax.Array:
+        positions = jnp.arange(64)[None]
+        return forward(params(), CONFIG, tokens[None], positions, jnp.ones((1, 64), jnp.int32))[0]
+
+    def alone(tokens: Any) -> Any:
+        hidden = np.asarray(states(np.pad(tokens, (0, 64 - len(tokens)))))[0]
+        out = jax.device_get(params()["heads"]["values"]["out"])
+        return (hidden @ out["weight"] + out["bias"])[:, 0]
+
+    # By hand: the state before the token, in the context alone.
     for index, episode in enumerate(EPISODES):
         if not episode.valid:
             continue
         context = episode.contexts[-1]
-        size = len(context)
-        tokens = jnp.asarray(context.tokens)[None]
-        hidden, _ = forward(
-            params(), CONFIG, tokens, jnp.arange(size)[None], jnp.ones((1, size), jnp.int32)
-        )
-        out = params()["heads"]["values"]["out"]
-        raw = np.asarray(hidden[0] @ out["weight"] + out["bias"])[:, 0]
+        raw = alone(context.tokens)
         last = int(context.turn_ids.max())
         where = np.flatnonzero((context.turn_ids == last) & (context.kinds == Kind.ACTION))
         key = (index, last, int(Kind.ACTION))
         np.testing.assert_allclose(
             by_token(packed, found["values"])[key], raw[where - 1], atol=1e-5
         )
-        assert float(ends["values"][index]) == pytest.approx(float(raw[-1]), abs=1e-5)
+        assert float(ends["values"][index]) == pytest.approx(raw[len(context) - 1], abs=1e-5)
         assert len({round(z, 4) for z in by_token(packed, found["log_z"])[key]}) == 1
 
 
@@ -300,7 +314,7 @@ def test_the_meter_is_read_where_turns_meet() -> None:
     wild = {**params(), "heads": jax.tree.map(lambda x: 1e4 * x, params()["heads"])}
     metered = run_pass(meter_pass(), packed, wild)
     chain = credit.chain(credit.group_relative(), credit.progress_redistribution(50.0))
-    assigned, _ = credit.assign(chain, metered)
+    assigned = assign(chain, metered)
     assert np.isfinite(assigned.advantages).all() and np.asarray(assigned.advantages).any()
 
 
@@ -321,15 +335,13 @@ def test_turns_without_an_action_have_what_the_next_one_begins_with() -> None:
     np.testing.assert_allclose(gap, [plain[0], plain[1], *plain[1:5]])
 
 
-def fixed_outcomes(batches: int = 1) -> list[Episode]:
-    """Episodes whose first prompt token says how they end."""
+def fixed_outcomes() -> list[Episode]:
+    """Episodes whose tokens all say how they end."""
     found = []
     for index, episode in enumerate(random_episodes(7, groups=4, vocab_size=24, max_turns=2)):
-        first = episode.contexts[0]
-        good = index % 2
-        tokens = np.concatenate([[20 + good], first.tokens[1:] % 20]).astype(np.int32)
-        contexts = (replace(first, tokens=tokens), *episode.contexts[1:])
-        found.append(replace(episode, contexts=contexts, reward=float(good)))
+        context, good = episode.contexts[0], index % 2
+        marked = replace(context, tokens=context.tokens % 10 + 10 * good)
+        found.append(replace(episode, contexts=(marked,), reward=float(good)))
     return found
 
 
@@ -342,7 +354,7 @@ def learner(
     passes: Sequence[Pass] = (),
     pipeline: credit.Credit | None = None,
 ) -> Learner:
-    start = add_heads(init(jax.random.key(0), CONFIG), jax.random.key(1), CONFIG, configs)
+    start = fresh(0, tuple(configs.items()))
     optimizer = adamw(0.02)
     update = make_update(CONFIG, objective, optimizer, outputs=head_outputs(configs))
     state = create_state(start, optimizer)
@@ -421,10 +433,13 @@ def test_heads_are_on_adams_side_of_every_optimizer() -> None:
     assert mask["values"] == {"out": {"weight": True, "bias": False}}
     assert mask["failure"]["linear_0"] == {"weight": True, "bias": False}
     assert mask["log_z"]["norm_1"] == {"scale": False, "bias": False}
+    given = {"layers": {"q": given["layers"]["q"]}, "heads": given["heads"]}
     slopes = jax.tree.map(lambda x: jnp.cos(3.0 * x + 1.0), given)
 
+    @jax.jit
     def changes(own: float, adam: float) -> Any:
-        optimizer = muon(own, adam_learning_rate=adam, max_grad_norm=None)
+        # Schedules, so that one program serves all rates.
+        optimizer = muon(lambda _: own, adam_learning_rate=lambda _: adam, max_grad_norm=None)
         return optimizer.update(slopes, optimizer.init(given), given)[0]
 
     base, faster, other = changes(0.1, 0.01), changes(0.2, 0.01), changes(0.1, 0.03)

@@ -57,7 +57,7 @@ def main(config: Config) -> None:
     def analyse(bench: Workbench, engine: Engine) -> AfterGroup:
         limit = bench.limits.max_context_tokens
         analysis = Analysis(config.max_advice, limit, request=config.request, parse=plain_skills)
-        sampling = SamplingConfig(temperature=config.run.rl.temperature)
+        sampling = SamplingConfig(config.max_advice, temperature=config.run.rl.temperature)
         return self_written_skills(engine, bench.protocol, sampling, analysis)
 
     objective = losses.combine(

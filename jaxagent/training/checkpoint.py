@@ -142,12 +142,13 @@ class Checkpoints:
 
 
 def _tree(state: TrainState) -> dict[str, Any]:
-    return {
+    fields = {
         "step": state.step,
         "params": state.params,
         "opt_state": state.opt_state,
         "rng": state.rng,
     }
+    return fields if state.ema is None else {**fields, "ema": state.ema}
 
 
 def _describe(state: TrainState) -> dict[str, str]:

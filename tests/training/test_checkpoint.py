@@ -121,3 +121,31 @@ def test_kill_9_in_the_middle_of_a_save_loses_that_save_only(tmp_path: Path) -> 
         checkpoints.wait()
         assert checkpoints.steps == [1, 2]
     assert not list(tmp_path.glob("*tmp*"))
+
+
+def test_a_moving_average_is_saved_and_missed(tmp_path: Path) -> None:
+    def averaged() -> TrainState:
+        return create_state(init(jax.random.key(0), CONFIG), OPTIMIZER, ema=True)
+
+    batch = pack(random_episodes(0, vocab_size=16), buckets=(64,), rows=4)
+    update = make_update(
+        CONFIG, losses.combine(bc=(1.0, losses.supervised())), OPTIMIZER, ema_rate=0.25
+    )
+    start = jax.device_get(averaged().params)
+    state, _ = update(averaged(), batch)
+    state, _ = update(state, batch)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), state.ema, state.params)
+    assert max(jax.tree.leaves(moved)) > 0
+    first, _ = update(averaged(), batch)
+    jax.tree.map(
+        lambda a, s, p: np.testing.assert_allclose(a, s + 0.25 * (p - s), atol=1e-6),
+        first.ema,
+        start,
+        first.params,
+    )
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        found, _ = checkpoints.restore(jax.eval_shape(averaged))
+        equal(found, jax.device_get(state))
+        with pytest.raises(ValueError, match="ema"):
+            checkpoints.restore(jax.eval_shape(fresh))

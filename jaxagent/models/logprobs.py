@@ -15,7 +15,10 @@ import jax.numpy as jnp
 from jaxagent.models.config import ModelConfig
 from jaxagent.models.transformer import Params, forward
 
-DEFAULT_CHUNK = 1024
+# Logits of a chunk, in numbers: memory does not grow with the vocabulary. Fewer tokens than
+# the least would make for products too small to be fast.
+_CHUNK_LOGITS = 1 << 25
+_LEAST_CHUNK = 256
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
@@ -54,7 +57,7 @@ def token_logprobs(
     entropy: bool = False,
     mask: jax.Array | None = None,
     teachers: Sequence[Teacher] = (),
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
 ) -> TokenLogprobs:
     """Return log-softmax(logits / temperature) at ``targets``, its entropy and divergences.
 
@@ -62,12 +65,15 @@ def token_logprobs(
     ``mask [B, T]`` is False all results are 0 and no gradient flows. Gradients reach
     ``hidden`` and the unembedding (the embedding if tied), not the temperature. The
     temperature holds for ``teachers`` too. ``chunk`` is about how many tokens' logits exist
-    at a time; chunks run along T, so rows may be sharded over devices.
+    at a time, by default as many as 128 MB hold (at least 256); chunks run along T, so rows
+    may be sharded over devices.
     """
     if hidden.shape[:2] != targets.shape:
         raise ValueError(
             f"targets must have the shape {hidden.shape[:2]} of hidden's rows, got {targets.shape}"
         )
+    if chunk is None:
+        chunk = max(_LEAST_CHUNK, _CHUNK_LOGITS // config.vocab_size)
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1 token, got {chunk}")
     if isinstance(temperature, int | float) and not temperature > 0:
@@ -95,7 +101,7 @@ def shifted_logprobs(
     temperature: float | jax.Array = 1.0,
     entropy: bool = False,
     mask: jax.Array | None = None,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
 ) -> TokenLogprobs:
     """Return at index t the log-probability of ``tokens[t]`` given what precedes it.
 
@@ -127,7 +133,7 @@ def shift_logprobs(
     entropy: bool = False,
     mask: jax.Array | None = None,
     teachers: Sequence[Teacher] = (),
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
 ) -> TokenLogprobs:
     """As ``shifted_logprobs``, from hidden states ``[B, T, D]`` that exist already.
 

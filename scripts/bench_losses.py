@@ -77,7 +77,6 @@ def methods(reference: Params) -> dict[str, Method]:
     policy = (1.0, clipped(0.2, 0.28))
     frozen = own_tokens("reference", reference)
     targets = derived(["returns"], lambda batch: {"returns": credit.value_targets(batch)})
-    world = losses.observation_prediction()
     combine = losses.combine
     return {
         "grpo": Method(combine(policy=(1.0, clipped())), group),

@@ -97,7 +97,7 @@ def our_step(rows: int, observation: bool) -> tuple[Step, dict[str, Any]]:
         )
     )
     # The update's own step, compiled by hand for its memory analysis.
-    compiled = jax.jit(update._step, donate_argnums=0).lower(state, batch).compile()
+    compiled = jax.jit(update._step, donate_argnums=0).lower(state, batch, {}).compile()
     analysis: Any = compiled.memory_analysis()
     facts = {
         "parameters": config.num_params,

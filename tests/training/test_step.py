@@ -257,6 +257,7 @@ def test_only_what_is_needed_is_computed_and_the_rest_is_an_error() -> None:
         make_update(CONFIG, losses.combine(spy=(1.0, spy)), KEEP)._step,
         create_state(params(), KEEP),
         batch(),
+        {},
     )
     assert set(seen) == {frozenset({"logprobs"})}
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from jaxagent import config as config_lib
 
 HERE = Path(__file__).parent
-RECIPES = sorted(p.stem for p in HERE.glob("*.py") if "import Run, run_recipe" in p.read_text())
+RECIPES = sorted(p.stem for p in HERE.glob("*.py") if "\nfrom pipeline import Run" in p.read_text())
 
 # Name -> recipe and its arguments. ECHO's baseline is ECHO with the prediction's weight at 0:
 # nothing else differs, and its observation cross-entropy is logged all the same.

@@ -16,7 +16,7 @@ from jaxagent.data.hindsight import Skills
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 RECIPES = sorted(
-    p.stem for p in EXPERIMENTS.glob("*.py") if "import Run, run_recipe" in p.read_text()
+    p.stem for p in EXPERIMENTS.glob("*.py") if "\nfrom pipeline import Run" in p.read_text()
 )
 # Every part of the machinery once; all recipes in CI.
 CHOSEN = ("ppo", "sdpo", "cope", "ovcsd", "opid", "igpo", "gigpo", "flow_rl")

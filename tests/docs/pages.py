@@ -11,9 +11,14 @@ def read(page: str) -> str:
     return (ROOT / "docs" / page).read_text()
 
 
+def fences(text: str) -> list[tuple[str, str]]:
+    """The fenced blocks in order: language and text."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 def blocks(text: str, language: str = "python") -> list[str]:
     """The fenced blocks of a language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for found, block in fences(text) if found == language]
 
 
 def table(text: str, *header: str) -> dict[str, tuple[frozenset[str], ...]]:

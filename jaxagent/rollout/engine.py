@@ -28,6 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxagent.compilations import compilations
 from jaxagent.models.config import ModelConfig
 from jaxagent.models.layers import Params
 from jaxagent.models.sharding import make_mesh
@@ -260,7 +261,7 @@ class Engine:
         if block is not None:
             self._collect(*block)
             self._stats.device_seconds += time.perf_counter() - began
-        self._stats.compilations = programs.compilations()
+        self._stats.compilations = compilations()
 
     def _opened(self) -> None:
         self._sessions += 1
@@ -481,7 +482,7 @@ class Engine:
         if self._running or self._waiting or any(self._owners):
             raise RuntimeError("warmup: sessions hold slots; call it before the first generate")
         self._device.warm_up()
-        self._stats.compilations = programs.compilations()
+        self._stats.compilations = compilations()
         self._stats.compilations_in_warmup = self._stats.compilations
 
 

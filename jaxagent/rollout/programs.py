@@ -4,7 +4,6 @@ They are jitted here, once a process, so engines with equal configurations share
 been compiled. ``mesh`` is where weights and cache lie, split over its ``tensor`` axis.
 """
 
-import threading
 from functools import partial
 from typing import NamedTuple
 
@@ -157,25 +156,3 @@ def empty_cache(*, config: ModelConfig, mesh: Mesh, slots: int, length: int) -> 
 def _split(cache: Cache, mesh: Mesh) -> Cache:
     """Keep keys and values split by head: what comes out lies as what went in."""
     return jax.lax.with_sharding_constraint(cache, sharding.cache_sharding(mesh))
-
-
-class _Compilations(threading.local):
-    """XLA compilations made by the current thread."""
-
-    count = 0
-
-
-_compilations = _Compilations()
-
-
-def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        _compilations.count += 1
-
-
-jax.monitoring.register_event_duration_secs_listener(_on_duration)
-
-
-def compilations() -> int:
-    """Return how many XLA programs this thread has compiled so far."""
-    return _compilations.count

@@ -23,6 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxagent.compilations import compilations
 from jaxagent.data.batch import Batch, action_mask, observation_mask, per_token
 from jaxagent.losses.base import Objective, Outputs, ratio, select
 from jaxagent.models.config import ModelConfig
@@ -58,6 +59,7 @@ class Update:
     teacher; else it is that of the state's moving average, or of the policy where there is
     none. ``metrics`` are float32 scalars on the device: fetch them when they are logged, not at
     each step. ``state.step`` is the version of the weights that the update starts from.
+    ``compilations``: how many programs were compiled so far, one a batch shape.
     """
 
     objective: Objective
@@ -66,6 +68,7 @@ class Update:
     _mesh: Mesh | None
     _parts: int
     _jitted: Any = field(default=None)
+    compilations: int = 0
 
     def __call__(
         self,
@@ -85,7 +88,7 @@ class Update:
         if self._mesh is None:
             if self._jitted is None:
                 self._jitted = jax.jit(self._step, donate_argnums=0)
-            return self._jitted(state, batch, given)
+            return self._run(state, batch, given)
         if self._jitted is None:
             # The state comes back exactly as it went in, or the next call would recompile.
             shardings = state_shardings(state, self._config, self._mesh)
@@ -96,17 +99,20 @@ class Update:
                 out_shardings=(shardings, replicated(self._mesh)),
             )
             state = jax.device_put(state, shardings)
-        return self._jitted(state, place_batch(batch, self._mesh), given)
+        return self._run(state, place_batch(batch, self._mesh), given)
+
+    def _run(self, *arguments: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        # Counted as XLA sees them: the cache of a jitted function may forget its entries, and
+        # one of another sharding or layout is compiled without being traced again.
+        before = compilations()
+        result: tuple[TrainState, dict[str, jax.Array]] = self._jitted(*arguments)
+        self.compilations += compilations() - before
+        return result
 
     @property
     def teachers(self) -> frozenset[str]:
         """Teachers whose hidden states the batch must hold."""
         return frozenset(name for name, _ in _divergences(self.objective.needs))
-
-    @property
-    def compilations(self) -> int:
-        """How many programs were compiled so far: one a batch shape."""
-        return 0 if self._jitted is None else self._jitted._cache_size()
 
 
 def make_update(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxagent.compilations import compilations
 from jaxagent.models.cache import init_cache
 from jaxagent.models.config import ModelConfig
 from jaxagent.models.heads import HeadConfig, add_heads
@@ -383,9 +384,9 @@ def test_nothing_compiles_after_the_warm_up(many):
 
 
 def test_the_compilation_counter_counts():
-    before = programs.compilations()
+    before = compilations()
     jax.jit(lambda x: x * 3 + 1)(np.ones(7, np.float32))
-    assert programs.compilations() > before
+    assert compilations() > before
 
 
 def test_an_exception_in_the_engines_thread_fails_every_future(monkeypatch):

@@ -459,10 +459,10 @@ def test_heads_are_in_checkpoints(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, state.ema["heads"], params()["heads"])
     with Checkpoints(tmp_path, asynchronous=False) as checkpoints:
         checkpoints.save(state)
-        template = create_state(params(1), optimizer)
+        template = create_state(params(1), optimizer, ema=True)
         restored, _ = checkpoints.restore(template)
         jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
-        bare = create_state(init(jax.random.key(0), CONFIG), optimizer)
+        bare = create_state(init(jax.random.key(0), CONFIG), optimizer, ema=True)
         with pytest.raises(ValueError, match=r"does not fit this run: .*heads"):
             checkpoints.restore(bare)
 

@@ -6,7 +6,7 @@ NumPy batches, on whole batches: groups are never cut.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def chain(*transforms: Credit | CreditFn) -> Credit:
     def fn(batch: Batch, advantages: jax.Array) -> tuple[jax.Array, CreditMetrics]:
         metrics: dict[str, jax.Array] = {}
         for step in steps:
-            advantages, found = step(batch, advantages)
+            advantages, found = _checked(_name(step), step(batch, advantages), batch)
             metrics.update(found)
         return advantages, metrics
 
@@ -64,6 +64,21 @@ def chain(*transforms: Credit | CreditFn) -> Credit:
         "base" if any(step.stage == "base" for step in steps) else "any",
         steps,
     )
+
+
+def _checked(name: str, result: Any, batch: Batch) -> tuple[jax.Array, CreditMetrics]:
+    """What a transform returned. Raises TypeError or ValueError unless it is advantages [R,T]."""
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise TypeError(
+            f"{name} returned {type(result).__name__}: a credit transform returns "
+            "(advantages, metrics), with {} for no metrics"
+        )
+    if jnp.shape(result[0]) != jnp.shape(batch.tokens):
+        raise ValueError(
+            f"{name} returned advantages of shape {jnp.shape(result[0])}: they are one number a "
+            f"token, {jnp.shape(batch.tokens)} here (data.batch.per_token spreads [E] numbers)"
+        )
+    return result
 
 
 def _check_order(steps: Sequence[Credit]) -> None:

@@ -118,7 +118,7 @@ class Objective:
         metrics: dict[str, jax.Array] = {}
         for term in self.terms:
             given = {**outputs, STEP: jnp.asarray(step)} if STEP in term.loss.needs else outputs
-            numerator, denominator, found = term.loss.fn(given, batch)
+            numerator, denominator, found = _checked(term.name, term.loss.fn(given, batch))
             value = ratio(numerator, denominator)
             metrics[f"{term.name}/loss"] = value
             for name, metric in found.items():
@@ -132,6 +132,33 @@ class Objective:
                 total = total + weight * value
         metrics["loss"] = total
         return total, jax.lax.stop_gradient(metrics)
+
+
+def _checked(name: str, result: Any) -> tuple[jax.Array, jax.Array, Metrics]:
+    """What a loss returned. Raises TypeError or ValueError unless it is what it must be."""
+    wanted = "a loss returns (numerator, denominator, metrics)"
+    if not isinstance(result, tuple) or len(result) != 3:
+        got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        raise TypeError(f"term {name!r} returned {got}: {wanted}, with {{}} for no metrics")
+    numerator, denominator, metrics = result
+    for part, value in (("numerator", numerator), ("denominator", denominator)):
+        if jnp.shape(value) != ():
+            raise ValueError(
+                f"term {name!r} returned a {part} of shape {jnp.shape(value)}: it must be a "
+                "scalar; sum it up, or use losses.base.aggregate_tokens"
+            )
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"term {name!r} returned metrics of type {type(metrics).__name__}: {wanted}"
+        )
+    for key, metric in metrics.items():
+        for value in metric if isinstance(metric, tuple) else (metric,):
+            if jnp.shape(value) != ():
+                raise ValueError(
+                    f"term {name!r} returned the metric {key!r} of shape {jnp.shape(value)}: a "
+                    "metric is a scalar or a pair (numerator, denominator) of scalars"
+                )
+    return numerator, denominator, metrics
 
 
 def combine(**terms: tuple[Weight, Loss | LossFn]) -> Objective:

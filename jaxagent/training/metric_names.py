@@ -95,6 +95,7 @@ advantages/clipped_fraction | 1 | fraction of ACTION tokens whose advantage was 
 rewards/overlong_fraction | 1 | fraction of valid episodes penalised for their length
 rewards/kl | nats | k1 estimate of the KL to the reference, as taken off the reward
 optimizer/grad_norm | 1 | norm of the whole gradient, before clipping
+optimizer/skipped | share | updates not applied because their gradient was not finite; must stay 0
 optimizer/update_norm | 1 | norm of the change of the parameters
 optimizer/param_norm | 1 | norm of the parameters
 optimizer/learning_rate | 1 | learning rate of this update

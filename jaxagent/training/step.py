@@ -58,7 +58,8 @@ class Update:
     ``unembeddings``: teacher name -> its unembedding, for divergences from an external
     teacher; else it is that of the state's moving average, or of the policy where there is
     none. ``metrics`` are float32 scalars on the device: fetch them when they are logged, not at
-    each step. ``state.step`` is the version of the weights that the update starts from.
+    each step. ``state.step`` is the version of the weights that the update starts from. Where a
+    gradient is not finite, weights and optimiser stay as they are (``optimizer/skipped`` is 1).
     ``compilations``: how many programs were compiled so far, one a batch shape.
     """
 
@@ -166,10 +167,19 @@ def make_update(
         )
         changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, changes)
+        norm = optax.global_norm(gradients)
+        # One bad batch must not cost the weights: nothing of it is applied, and it is counted.
+        sound = jnp.isfinite(norm)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(sound, new, old),
+            (params, opt_state),
+            (state.params, state.opt_state),
+        )
         metrics = {
             **metrics,
             **diagnostics(found["logprobs"], batch, state.step),
-            "optimizer/grad_norm": optax.global_norm(gradients),
+            "optimizer/grad_norm": norm,
+            "optimizer/skipped": ~sound,
             "optimizer/update_norm": optax.global_norm(changes),
             "optimizer/param_norm": optax.global_norm(params),
         }

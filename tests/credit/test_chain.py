@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxagent import credit
+from jaxagent.data.batch import Batch
 from tests.credit.cases import batch_of_turns, run
 
 BASE = credit.group_relative(scale="none")
@@ -100,3 +102,25 @@ def test_a_chain_runs_all_its_steps_once() -> None:
     found = run(credit.chain(inner, credit.role_shift(), plain), batch)
     acted = found[batch.kind == 2]
     np.testing.assert_allclose(sorted(acted), [-0.5 + 2 - 0.5, 0.5 + 2 + 0.5])
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            lambda batch: jnp.zeros_like(batch.tokens),
+            "returned .*: a credit transform returns",
+        ),
+        (
+            lambda batch: (batch.rewards, {}),
+            "returned advantages of shape .* one number a token",
+        ),
+    ],
+)
+def test_what_a_transform_returns_is_checked(returned: Any, message: str) -> None:
+    def mine(batch: Batch, advantages: Any) -> Any:
+        return returned(batch)
+
+    batch = batch_of_turns([[1], [1]], [0.0, 1.0], [0, 0])
+    with pytest.raises((TypeError, ValueError), match=message):
+        credit.assign(mine, batch)

@@ -114,3 +114,20 @@ def test_misuse_fails_at_construction() -> None:
         losses.combine(policy=(float("nan"), loss))
     with pytest.raises(TypeError, match="Loss or a function"):
         losses.combine(policy=(1.0, "ppo"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda lp: (lp.sum(), lp.size), r"'mine' returned 2 values: a loss returns \(numerator"),
+        (lambda lp: lp.sum(), "'mine' returned ArrayImpl: a loss returns"),
+        (lambda lp: (lp, lp.size, {}), r"numerator of shape \(2, 3\).*sum it up"),
+        (lambda lp: (lp.sum(), lp > 0, {}), r"denominator of shape \(2, 3\)"),
+        (lambda lp: (lp.sum(), lp.size, None), "metrics of type NoneType"),
+        (lambda lp: (lp.sum(), lp.size, {"far": lp}), r"metric 'far' of shape \(2, 3\)"),
+    ],
+)
+def test_what_a_loss_returns_is_checked(returned: Any, message: str) -> None:
+    objective = losses.combine(mine=(1.0, lambda outputs, batch: returned(outputs["logprobs"])))
+    with pytest.raises((TypeError, ValueError), match=message):
+        objective({"logprobs": jnp.zeros((2, 3))}, None)  # type: ignore[arg-type]

@@ -299,3 +299,25 @@ def _fixed_context(values: list[float]) -> Context:
         logprobs=np.asarray([0.0, *values], np.float32),
         versions=np.zeros(size, np.int32),
     )
+
+
+def test_a_gradient_that_is_not_finite_costs_nothing() -> None:
+    def breaks_at_1(outputs: Any, batch: Any) -> Any:
+        total = jnp.sum(losses.select(action_mask(batch), outputs["logprobs"]))
+        return total * jnp.where(outputs["step"] == 1, jnp.nan, 1.0), jnp.asarray(1.0), {}
+
+    needs = frozenset({"logprobs", "step"})
+    objective = losses.combine(only=(1.0, losses.Loss(needs, frozenset(), breaks_at_1)))
+    optimizer = optax.adam(0.01)
+    update = make_update(CONFIG, objective, optimizer)
+    batch = pack(EPISODES, buckets=(64,))
+    state, metrics = update(create_state(snapshot(params()), optimizer), batch)
+    assert float(metrics["optimizer/skipped"]) == 0
+    before = jax.tree.map(np.array, (state.params, state.opt_state))
+    state, metrics = update(state, batch)
+    assert float(metrics["optimizer/skipped"]) == 1
+    assert int(state.step) == 2
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), before)
+    state, metrics = update(state, batch)
+    assert float(metrics["optimizer/skipped"]) == 0
+    assert float(metrics["optimizer/update_norm"]) > 0

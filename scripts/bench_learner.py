@@ -108,7 +108,7 @@ def our_step(rows: int, observation: bool) -> tuple[Step, dict[str, Any]]:
 
     def step() -> None:
         nonlocal state
-        state, metrics = compiled(state, batch)
+        state, metrics = compiled(state, batch, {})
         jax.block_until_ready((state, metrics))
 
     return step, facts
